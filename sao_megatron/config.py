@@ -1,0 +1,274 @@
+"""RunConfig: everything a run needs to know, one pydantic model per section.
+
+A recipe is a YAML file with these sections; `key.subkey=value` on the command line overrides it. Unknown
+keys, wrong types and layouts that do not fit are refused with one sentence before any process starts.
+"""
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from sao_megatron.errors import UserError
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
+
+
+class ModelSection(Section):
+    path: Path | None = None
+    """HF checkpoint folder (config.json, safetensors, tokenizer). Give this or `fresh`."""
+    fresh: dict[str, Any] | None = None
+    """Fields of an HF config.json for a model with random weights (`architectures` names the family)."""
+    init_std: float = Field(0.02, gt=0)
+    """Standard deviation of the random weights of a `fresh` model."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Parameter and activation type of learner and engines; gradients and optimizer state are float32."""
+
+    @model_validator(mode="after")
+    def _one_source(self):
+        if (self.path is None) == (self.fresh is None):
+            raise ValueError("needs exactly one of `path` (an HF folder) and `fresh` (fields of config.json)")
+        return self
+
+
+class ParallelSection(Section):
+    ranks: int = Field(1, ge=1)
+    """Learner processes (one per GPU). Data parallelism is what the other sizes leave over."""
+    tp: int = Field(1, ge=1)
+    """Tensor parallel size of attention, embeddings and head (sequence parallelism is on when > 1)."""
+    pp: int = Field(1, ge=1)
+    """Pipeline parallel size."""
+    ep: int = Field(1, ge=1)
+    """Expert parallel size: the experts are spread over this many ranks."""
+    etp: int = Field(1, ge=1)
+    """Tensor parallel size inside one expert."""
+    dispatcher: Literal["alltoall", "allgather"] = "alltoall"
+    """How tokens travel to the experts."""
+
+    @property
+    def dp(self) -> int:
+        return self.ranks // (self.tp * self.pp)
+
+    @model_validator(mode="after")
+    def _fits(self):
+        if self.ranks % (self.tp * self.pp):
+            raise ValueError(f"ranks={self.ranks} is not a multiple of tp*pp = {self.tp}*{self.pp}")
+        if self.ranks % (self.ep * self.etp * self.pp):
+            raise ValueError(f"ranks={self.ranks} is not a multiple of ep*etp*pp = {self.ep}*{self.etp}*{self.pp}")
+        return self
+
+
+class AlgorithmSection(Section):
+    preset: str = "sao"
+    """A row of `sao-megatron presets`; every other field here overrides one choice of it."""
+    gate: str | None = None
+    """Gate on the ratio (ALGORITHM.md §1, §8): dis, dis_recover, none."""
+    advantage: str | None = None
+    """gae, running_mean or group."""
+    rollouts_per_prompt: int | None = Field(None, ge=1)
+    """1 = single rollout."""
+    critic_updates: int | None = Field(None, ge=1)
+    """K critic updates per policy update."""
+    freeze_critic_attention: bool | None = None
+    """Keep the critic's attention modules at the policy's starting weights."""
+    lambda_alpha: float | None = Field(None, gt=0)
+    """α of the length-adaptive λ = 1 − 1/(α·n) of the policy's GAE."""
+    eps_low: float = Field(0.3, gt=0, lt=1)
+    """Tokens with ratio ≤ 1 − eps_low are dropped."""
+    eps_high: float = Field(5.0, gt=0)
+    """Tokens with ratio ≥ 1 + eps_high are dropped."""
+    anchor: float = Field(0.0, ge=0)
+    """τ of the pull towards the sampling policy (ALGORITHM.md §8); 0 = off, as in the paper."""
+    entropy_coef: float = Field(0.0, ge=0)
+    """Entropy bonus; the paper has none."""
+    temperature: float = Field(1.0, gt=0)
+    """Sampling temperature of rollouts; the learner's log-probs are taken at the same."""
+    critic_only_steps: int = Field(10, ge=0)
+    """Steps at the start in which only the critic trains."""
+    bootstrap_truncated: bool = False
+    """Use the value at the cut for trajectories that a budget truncated, instead of 0."""
+    whiten: bool = False
+    """Whiten advantages over the global batch; off in the paper."""
+
+
+class AdamSection(Section):
+    lr: float = Field(1e-6, gt=0)
+    """Peak learning rate."""
+    min_lr_ratio: float = Field(1.0, ge=0, le=1)
+    """Learning rate at the last step as a share of `lr` (linear decay); 1 = constant."""
+    warmup_steps: int = Field(0, ge=0)
+    """Steps of linear learning-rate warm-up."""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.999, ge=0, lt=1)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    clip_grad: float = Field(1.0, ge=0)
+    """Largest global gradient norm; 0 = no clipping."""
+
+
+class BatchSection(Section):
+    trajectories: int = Field(128, ge=1)
+    """B: trajectories of one learner step, over all ranks."""
+    tokens_per_micro_batch: int = Field(8192, ge=1)
+    """Packed tokens of one micro-batch; a longer trajectory gets a micro-batch of its own."""
+
+
+class WarmupSection(Section):
+    steps: int = Field(0, ge=0)
+    """Supervised steps on the task's demonstrations before RL, for a fresh model; 0 = none."""
+    trajectories: int = Field(128, ge=1)
+    """Demonstrations per supervised step."""
+    lr: float = Field(3e-3, gt=0)
+    """Peak learning rate, decaying linearly to 0."""
+
+
+class TaskSection(Section):
+    name: str
+    """guess_number, reasoning_gym, or path/to/file.py:Class."""
+    options: dict[str, Any] = {}
+    """Arguments of the task's constructor."""
+
+
+class RolloutSection(Section):
+    max_lag: int = Field(2, ge=0)
+    """Largest lag (in versions) that admission allows; 0 = synchronous."""
+    concurrency: int = Field(256, ge=1)
+    """Most episodes in flight."""
+    max_new_tokens: int = Field(1024, ge=1)
+    """Most tokens sampled in one turn."""
+    max_tokens: int = Field(32768, ge=2)
+    """Longest trajectory; a longer one ends as `truncated`."""
+    request_timeout: float = Field(600.0, gt=0)
+    """Seconds for one generation request."""
+    environment_retries: int = Field(2, ge=0)
+    """Fresh tries of an episode whose environment failed, before it is recorded as `error`."""
+
+
+class EvaluationSection(Section):
+    episodes: int = Field(0, ge=0)
+    """Episodes of the fixed evaluation set, before the first and after the last step; 0 = none."""
+
+
+class EngineSection(Section):
+    count: int = Field(1, ge=1)
+    """SGLang servers."""
+    tp: int = Field(1, ge=1)
+    """Tensor parallel size of one server."""
+    host: str = "127.0.0.1"
+    port: int = Field(0, ge=0, le=65535)
+    """Port of the first server (the next ones count up); 0 = free ports."""
+    max_running_requests: int = Field(64, ge=1)
+    max_total_tokens: int = Field(32768, ge=1)
+    """KV-cache tokens of a CPU engine (a GPU engine sizes its own)."""
+    start_timeout: float = Field(600.0, gt=0)
+    """Seconds until a server must be healthy."""
+    extra_args: list[str] = []
+    """More arguments for sglang.launch_server."""
+
+
+class PublicationSection(Section):
+    mode: Literal["retract", "in_place", "abort"] = "retract"
+    """What running requests do while weights change: re-prefill, keep their old KV cache, or end early."""
+    bucket_mib: int = Field(512, ge=1)
+    """Size of one broadcast."""
+    timeout: float = Field(300.0, gt=0)
+    """Seconds for any one wait of a publication."""
+    verify_every: int = Field(50, ge=0)
+    """Compare engine and learner log-probs on a probe at every n-th publication (and the first); 0 = never."""
+    tolerance: float = Field(1e-3, gt=0)
+    """Largest log-prob difference that verification accepts."""
+
+
+class RunConfig(Section):
+    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9._-]+$")
+    """Run name; outputs go to `runs_dir/name`."""
+    runs_dir: Path = Path("runs")
+    seed: int = Field(0, ge=0)
+    steps: int = Field(1, ge=1)
+    """Policy updates (critic-only steps come on top)."""
+    model: ModelSection
+    parallel: ParallelSection = ParallelSection()
+    algorithm: AlgorithmSection = AlgorithmSection()
+    policy_optimizer: AdamSection = AdamSection(lr=1e-6)
+    critic_optimizer: AdamSection = AdamSection(lr=5e-6, warmup_steps=10)
+    batch: BatchSection = BatchSection()
+    warmup: WarmupSection = WarmupSection()
+    task: TaskSection
+    rollout: RolloutSection = RolloutSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    engine: EngineSection = EngineSection()
+    publication: PublicationSection = PublicationSection()
+
+    @property
+    def run_dir(self) -> Path:
+        return self.runs_dir / self.name
+
+    @property
+    def total_steps(self) -> int:
+        """Learner steps: critic-only ones and policy updates."""
+        return self.steps + self.algorithm.critic_only_steps
+
+
+def load(path: str | Path, overrides: list[str] = ()) -> RunConfig:
+    """Read a recipe and apply `a.b=value` overrides (values are YAML). Raises UserError naming the key at fault."""
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"recipe {path} does not exist: give the path of a YAML file such as configs/guess-number-cpu.yaml")
+    try:
+        data = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise UserError(f"recipe {path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(data, dict):
+        raise UserError(f"recipe {path} must be a mapping of sections, got {type(data).__name__}")
+    for override in overrides:
+        _override(data, override)
+    return parse(data, str(path))
+
+
+def _override(data: dict, override: str) -> None:
+    key, equals, value = override.partition("=")
+    if not equals or not key:
+        raise UserError(f"override {override!r} is not of the form key.subkey=value")
+    *parents, leaf = key.split(".")
+    for parent in parents:
+        child = data.setdefault(parent, {})
+        if not isinstance(child, dict):
+            raise UserError(f"override {override!r}: {parent!r} is not a section")
+        data = child
+    data[leaf] = yaml.safe_load(value)
+
+
+def parse(data: dict, source: str = "config") -> RunConfig:
+    """Validate a mapping. Raises UserError with one sentence for the first fault."""
+    try:
+        return RunConfig.model_validate(data)
+    except ValidationError as error:
+        faults = error.errors()
+        first = faults[0]
+        key = ".".join(str(part) for part in first["loc"]) or "config"
+        if first["type"] == "extra_forbidden":
+            what = f"unknown key; known keys here: {', '.join(_known_keys(first['loc'][:-1]))}"
+        elif first["type"] == "missing":
+            what = "this key is required"
+        else:
+            what = first["msg"].removeprefix("Value error, ")
+            if not isinstance(first["input"], dict | BaseModel):
+                what += f" (got {first['input']!r})"
+        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        raise UserError(f"{source}: {key}: {what}{more}") from None
+
+
+def _known_keys(location: tuple) -> list[str]:
+    model: Any = RunConfig
+    for part in location:
+        model = model.model_fields[part].annotation
+    return list(model.model_fields)
+
+
+def save(config: RunConfig, path: Path) -> None:
+    """Write the resolved config, every default spelled out."""
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))

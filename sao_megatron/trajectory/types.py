@@ -1,0 +1,171 @@
+"""The Trajectory: what flows from the rollout side to the training side (DESIGN.md §3)."""
+from __future__ import annotations
+
+import json
+import uuid
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+
+UNSAMPLED = -1  # version of a token that no engine sampled
+
+
+class Status(StrEnum):
+    COMPLETED = "completed"
+    """Ended by itself."""
+    TRUNCATED = "truncated"
+    """Cut off by a token or turn budget; trained on (ALGORITHM.md §2)."""
+    ERROR = "error"
+    """The environment or a tool host failed; counted, never trained on."""
+
+
+@dataclass(eq=False)
+class Trajectory:
+    """One rollout of one prompt: parallel arrays of one length T.
+
+    Validates itself on construction; a ValueError names the trajectory and the field at fault.
+    """
+
+    tokens: np.ndarray
+    """int32 [T]: prompt, action and observation tokens in order."""
+    action_mask: np.ndarray
+    """bool [T]: true where the token was sampled by the policy."""
+    rollout_logprobs: np.ndarray
+    """float32 [T]: log-prob under the engine that sampled it, at the rollout temperature; NaN elsewhere."""
+    versions: np.ndarray
+    """int32 [T]: weight version at sampling; −1 where not sampled."""
+    turns: np.ndarray
+    """int16 [T]: turn index; prompt tokens are turn 0, an observation belongs to the turn it answers."""
+    rewards: np.ndarray
+    """float32 [T]: zero except on action tokens; the outcome is on the last action token."""
+    prompt_id: str
+    task: str
+    group_id: str = ""
+    status: Status = Status.COMPLETED
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    info: dict[str, Any] = field(default_factory=dict)
+    """Free, JSON-able: timings, task outcome, error text."""
+
+    def __post_init__(self):
+        for name, dtype in _ARRAYS.items():
+            array = np.asarray(getattr(self, name))
+            if array.ndim != 1 or len(array) != len(self.tokens):
+                self._fault(name, f"has shape {array.shape}, expected one dimension of len(tokens) = {len(self.tokens)}")
+            setattr(self, name, array.astype(dtype, copy=False))
+        self.status = Status(self.status)
+        if self.status is Status.ERROR:
+            return
+        action = self.action_mask
+        if not action.any():
+            self._fault("action_mask", "has no action token")
+        if self.tokens.min() < 0:
+            self._fault("tokens", f"has the negative id {self.tokens.min()}")
+        if action[0]:
+            self._fault("action_mask", "marks token 0, which nothing precedes: a prompt has at least one token")
+        logprobs = self.rollout_logprobs[action]
+        if not np.isfinite(logprobs).all():
+            self._fault("rollout_logprobs", f"is not finite at action token {np.flatnonzero(action)[~np.isfinite(logprobs)][0]}")
+        if (logprobs > 1e-3).any():
+            self._fault("rollout_logprobs", f"is positive ({logprobs.max():.4g}): a log-prob is at most 0")
+        if (self.versions[action] < 0).any():
+            self._fault("versions", "is negative on an action token")
+        if not np.isfinite(self.rewards).all():
+            self._fault("rewards", "is not finite")
+        if self.rewards[~action].any():
+            self._fault("rewards", "is non-zero on a token that is not an action")
+
+    def _fault(self, name: str, what: str):
+        raise ValueError(f"trajectory {self.id} (task {self.task}, prompt {self.prompt_id}): {name} {what}")
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise ValueError if a token id is outside [0, vocab_size)."""
+        if self.tokens.max(initial=0) >= vocab_size:
+            self._fault("tokens", f"has id {self.tokens.max()}, outside the vocabulary of {vocab_size}")
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_actions(self) -> int:
+        return int(self.action_mask.sum())
+
+    @property
+    def reward(self) -> float:
+        """Sum of all rewards (the outcome, for outcome-only tasks)."""
+        return float(self.rewards.sum())
+
+    @property
+    def action_versions(self) -> np.ndarray:
+        """int32 [num_actions]."""
+        return self.versions[self.action_mask]
+
+
+_ARRAYS = {"tokens": np.int32, "action_mask": np.bool_, "rollout_logprobs": np.float32, "versions": np.int32,
+           "turns": np.int16, "rewards": np.float32}
+
+
+class TrajectoryBuilder:
+    """Grows a trajectory token by token as an episode runs; nothing is ever re-tokenised."""
+
+    def __init__(self, prompt_tokens: list[int], prompt_id: str, task: str, group_id: str = ""):
+        self.tokens: list[int] = list(prompt_tokens)
+        self._logprobs = [np.nan] * len(self.tokens)
+        self._versions = [UNSAMPLED] * len(self.tokens)
+        self._turns = [0] * len(self.tokens)
+        self._rewards = [0.0] * len(self.tokens)
+        self.turn = 0
+        self._identity = dict(prompt_id=prompt_id, task=task, group_id=group_id)
+
+    def add_action(self, tokens: list[int], logprobs: list[float], versions: list[int]) -> None:
+        """Append sampled tokens with their log-probs and weight versions (three lists of one length)."""
+        if not len(tokens) == len(logprobs) == len(versions):
+            raise ValueError(f"action of {len(tokens)} tokens came with {len(logprobs)} log-probs and {len(versions)} versions")
+        self._extend(tokens, logprobs, versions)
+
+    def add_observation(self, tokens: list[int]) -> None:
+        """Append the environment's answer and begin the next turn."""
+        self._extend(tokens, [np.nan] * len(tokens), [UNSAMPLED] * len(tokens))
+        self.turn += 1
+
+    def add_reward(self, reward: float) -> None:
+        """Add a reward to the last action token so far."""
+        for position in reversed(range(len(self.tokens))):
+            if self._versions[position] != UNSAMPLED:
+                self._rewards[position] += reward
+                return
+        raise ValueError("a reward came before any action token")
+
+    def _extend(self, tokens, logprobs, versions):
+        self.tokens += tokens
+        self._logprobs += logprobs
+        self._versions += versions
+        self._turns += [self.turn] * len(tokens)
+        self._rewards += [0.0] * len(tokens)
+
+    def build(self, status: Status = Status.COMPLETED, **info) -> Trajectory:
+        versions = np.array(self._versions, np.int32)
+        return Trajectory(tokens=np.array(self.tokens, np.int32), action_mask=versions != UNSAMPLED,
+                          rollout_logprobs=np.array(self._logprobs, np.float32), versions=versions,
+                          turns=np.array(self._turns, np.int16), rewards=np.array(self._rewards, np.float32),
+                          status=status, info=info, **self._identity)
+
+
+def encode(trajectory: Trajectory) -> bytes:
+    """One blob: length of the JSON header (4 bytes, little-endian), header, then the arrays' bytes in order."""
+    header = {name: getattr(trajectory, name) for name in ("prompt_id", "task", "group_id", "status", "id", "info")}
+    header = json.dumps(header | {"length": len(trajectory)}).encode()
+    arrays = [np.ascontiguousarray(getattr(trajectory, name)).tobytes() for name in _ARRAYS]
+    return b"".join([len(header).to_bytes(4, "little"), header, *arrays])
+
+
+def decode(blob: bytes) -> Trajectory:
+    """Inverse of `encode`; validates again."""
+    start = 4 + int.from_bytes(blob[:4], "little")
+    header = json.loads(blob[4:start])
+    length, arrays = header.pop("length"), {}
+    for name, dtype in _ARRAYS.items():
+        arrays[name] = np.frombuffer(blob, dtype, length, start)
+        start += length * np.dtype(dtype).itemsize
+    return Trajectory(**arrays, **header)
