@@ -68,7 +68,7 @@ class AlgorithmSection(Section):
     gate: str | None = None
     """Gate on the ratio (ALGORITHM.md §1, §8): dis, dis_recover, none."""
     advantage: str | None = None
-    """gae, running_mean or group."""
+    """gae (a critic) or group (needs rollouts_per_prompt > 1)."""
     rollouts_per_prompt: int | None = Field(None, ge=1)
     """1 = single rollout."""
     critic_updates: int | None = Field(None, ge=1)

@@ -1,0 +1,97 @@
+"""Policy and critic: one function builds a Megatron-Core GPT from an HF config, for this rank's place in the layout."""
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sao_megatron.learner import runtime
+from megatron.core import parallel_state as ps
+from megatron.core import tensor_parallel
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from sao_megatron.config import ParallelSection
+from sao_megatron.weights.families import family_of
+
+
+def transformer_config(hf: dict, parallel: ParallelSection, dtype: torch.dtype) -> TransformerConfig:
+    """TransformerConfig of an HF config under a layout. Dropout is 0: RL compares log-probs of two engines."""
+    return TransformerConfig(
+        **family_of(hf).transformer_config(hf), **runtime.fused_kernels(),
+        hidden_dropout=0.0, attention_dropout=0.0, add_bias_linear=False,
+        gated_linear_unit=True, activation_func=torch.nn.functional.silu,
+        moe_router_load_balancing_type="none", moe_aux_loss_coeff=0.0, moe_router_dtype="fp32",
+        moe_token_dispatcher_type=parallel.dispatcher,
+        bf16=dtype == torch.bfloat16, params_dtype=dtype, pipeline_dtype=dtype,
+        tensor_model_parallel_size=parallel.tp, pipeline_model_parallel_size=parallel.pp,
+        expert_model_parallel_size=parallel.ep, expert_tensor_parallel_size=parallel.etp,
+        sequence_parallel=parallel.tp > 1,  # MoE with tensor parallelism needs it
+        variable_seq_lengths=varies_in_length(parallel),
+        calculate_per_token_loss=True,  # losses are sums; gradients are divided by the global number of action tokens
+        perform_initialization=False,  # weights are always loaded
+        finalize_model_grads_func=finalize_model_grads)
+
+
+def varies_in_length(parallel: ParallelSection) -> bool:
+    """Packed micro-batches differ in length, except under the allgather dispatcher, which exchanges equal shapes."""
+    return parallel.dispatcher != "allgather"
+
+
+def build(hf: dict, parallel: ParallelSection, dtype: torch.dtype, value_head: bool = False) -> GPTModel:
+    """This rank's part of the model, on the device, with unset weights. `value_head` makes it a critic."""
+    config = transformer_config(hf, parallel, dtype)
+    model = GPTModel(
+        config=config, transformer_layer_spec=runtime.block_spec(config), vocab_size=hf["vocab_size"],
+        max_sequence_length=0, pre_process=ps.is_pipeline_first_stage(), post_process=ps.is_pipeline_last_stage(),
+        parallel_output=True, share_embeddings_and_output_weights=hf["tie_word_embeddings"] and not value_head,
+        position_embedding_type="rope", rotary_base=hf["rope_theta"])
+    if value_head and model.post_process:
+        model.output_layer = ValueHead(config)
+    model.to(device=runtime.device(), dtype=dtype)
+    return model
+
+
+class ValueHead(torch.nn.Linear):
+    """Scalar head in place of the vocabulary head: hidden [s, b, h] -> value [s, b, 1], replicated over TP ranks."""
+
+    def __init__(self, config: TransformerConfig, std: float = 0.01):
+        super().__init__(config.hidden_size, 1, dtype=config.params_dtype)
+        self.sequence_parallel = config.sequence_parallel
+        generator = torch.Generator().manual_seed(0)  # every tensor and data parallel rank must hold the same head
+        with torch.no_grad():
+            self.weight.normal_(0.0, std, generator=generator)
+            self.bias.zero_()
+        for parameter in self.parameters():  # finalize_model_grads then sums their gradients over TP ranks
+            parameter.sequence_parallel = config.sequence_parallel
+
+    def forward(self, hidden: Tensor, weight=None, runtime_gather_output=None):
+        value = super().forward(hidden).float()
+        if self.sequence_parallel:
+            value = tensor_parallel.gather_from_sequence_parallel_region(value, tensor_parallel_output_grad=False)
+        return value, None
+
+
+def start_from_policy(critic: GPTModel, policy: GPTModel) -> None:
+    """Copy every weight but the head from the policy (ALGORITHM.md §3)."""
+    weights = {name: tensor for name, tensor in policy.state_dict().items() if not name.startswith("output_layer.")}
+    missing, unexpected = critic.load_state_dict(weights, strict=False)
+    wrong = [name for name in missing if not name.startswith("output_layer.") and "_extra_state" not in name]
+    if wrong or unexpected:
+        raise ValueError(f"critic and policy differ in {(wrong + unexpected)[:3]}")
+
+
+def freeze_attention(critic: GPTModel) -> int:
+    """Freeze attention by module role; norms fused into its projections keep training. Returns frozen tensors.
+
+    Raises ValueError if nothing matched: a critic that silently trains everything is another algorithm.
+    """
+    frozen = 0
+    for layer in critic.decoder.layers:
+        for name, parameter in layer.self_attention.named_parameters():
+            if not name.endswith("layer_norm_weight"):
+                parameter.requires_grad_(False)
+                frozen += 1
+    if not frozen:
+        raise ValueError("freeze_critic_attention found no attention parameter on this pipeline stage")
+    return frozen

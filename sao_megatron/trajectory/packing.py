@@ -1,0 +1,110 @@
+"""From trajectories to micro-batches: whole trajectories packed one after the other, balanced over data parallel ranks.
+
+Everything per token that training needs is per *action* token: the position whose output predicts it (one before it),
+its id, its rollout log-prob, its reward. Observation and prompt tokens are only context.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sao_megatron.trajectory.types import Trajectory
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """Packed trajectories. T packed tokens (padding included), n action tokens, m trajectories."""
+
+    trajectories: list[Trajectory]
+    tokens: np.ndarray
+    """int64 [T]."""
+    positions: np.ndarray
+    """int64 [T]: position inside its own sequence."""
+    cu_seqlens: np.ndarray
+    """int32 [sequences + 1]: cumulative lengths; the padding, if any, is a last sequence of its own."""
+    predict: np.ndarray
+    """int64 [n]: packed position whose output predicts each action token (the token before it)."""
+    targets: np.ndarray
+    """int64 [n]: ids of the action tokens."""
+    rollout_logprobs: np.ndarray
+    """float32 [n]."""
+    rewards: np.ndarray
+    """float32 [n]."""
+    versions: np.ndarray
+    """int32 [n]."""
+    lengths: np.ndarray
+    """int64 [m]: action tokens of each trajectory."""
+    last: np.ndarray
+    """int64 [m]: packed position of each trajectory's last token, whose value is the one after the end."""
+
+
+def pack(trajectories: list[Trajectory], packed_length: int) -> MicroBatch:
+    """Concatenate trajectories and pad them to `packed_length` tokens."""
+    padding = packed_length - sum(len(t) for t in trajectories)
+    lengths = [len(t) for t in trajectories] + ([padding] if padding else [])
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+
+    def actions(field: str, dtype) -> np.ndarray:
+        parts = [getattr(t, field)[t.action_mask] for t in trajectories]
+        return np.concatenate(parts).astype(dtype) if parts else np.zeros(0, dtype)
+    predict = [np.flatnonzero(t.action_mask) - 1 + start for t, start in zip(trajectories, starts, strict=False)]
+    return MicroBatch(
+        trajectories=trajectories,
+        tokens=np.concatenate([*(t.tokens for t in trajectories), np.zeros(padding)]).astype(np.int64),
+        positions=np.concatenate([np.arange(length) for length in lengths]).astype(np.int64),
+        cu_seqlens=starts,
+        predict=np.concatenate(predict).astype(np.int64) if predict else np.zeros(0, np.int64),
+        targets=actions("tokens", np.int64), rollout_logprobs=actions("rollout_logprobs", np.float32),
+        rewards=actions("rewards", np.float32), versions=actions("versions", np.int32),
+        lengths=np.array([t.num_actions for t in trajectories], np.int64),
+        last=starts[1:len(trajectories) + 1].astype(np.int64) - 1)
+
+
+def micro_batches(trajectories: list[Trajectory], dp_size: int, dp_rank: int, token_budget: int,
+                  multiple_of: int = 1, equal_length: bool = False) -> list[MicroBatch]:
+    """This data parallel rank's share of a global batch, the same number of micro-batches on every rank.
+
+    Deterministic: every rank calls it with the same list. A micro-batch exceeds `token_budget` only when one
+    trajectory does; a rank with too few trajectories gets empty micro-batches (padding only). Packed lengths are
+    multiples of `multiple_of` (sequence parallelism splits them evenly), and one and the same over all micro-batches
+    and ranks with `equal_length` (the allgather dispatcher exchanges equal shapes).
+    """
+    sizes = [len(t) for t in trajectories]
+    ranks = []  # per rank: micro-batches of trajectory indices
+    for share in _balance(sizes, dp_size):
+        ranks.append([[share[i] for i in bin] for bin in _fill([sizes[i] for i in share], token_budget)])
+    count = max(len(bins) for bins in ranks)
+
+    def packed_length(members: list[int]) -> int:
+        return -(-max(sum(sizes[i] for i in members), 1) // multiple_of) * multiple_of
+    longest = max(packed_length(members) for bins in ranks for members in bins)
+    mine = ranks[dp_rank] + [[]] * (count - len(ranks[dp_rank]))
+    return [pack([trajectories[i] for i in members], longest if equal_length else packed_length(members))
+            for members in mine]
+
+
+def _balance(sizes: list[int], shares: int) -> list[list[int]]:
+    """Longest first, each to the share with the fewest tokens so far (and then the fewest trajectories)."""
+    loads, result = [(0, 0, i) for i in range(shares)], [[] for _ in range(shares)]
+    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        tokens, members, share = min(loads)
+        result[share].append(index)
+        loads[loads.index((tokens, members, share))] = (tokens + sizes[index], members + 1, share)
+    return [sorted(members) for members in result]
+
+
+def _fill(sizes: list[int], budget: int) -> list[list[int]]:
+    """First-fit in decreasing size: few bins of at most `budget` (a larger item has a bin of its own)."""
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        for b, space in enumerate(room):
+            if sizes[index] <= space:
+                bins[b].append(index)
+                room[b] -= sizes[index]
+                break
+        else:
+            bins.append([index])
+            room.append(budget - sizes[index])
+    return bins or [[]]

@@ -1,0 +1,144 @@
+"""HF checkpoint folders: config.json, tensors by name, and the model folder that every process of a run reads."""
+from __future__ import annotations
+
+import json
+import shutil
+import zlib
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from sao_megatron.config import RunConfig
+from sao_megatron.errors import UserError
+from sao_megatron.weights.families import family_of
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt",
+                   "chat_template.jinja", "generation_config.json", "tokenizer.model")
+
+
+class TensorSource(Protocol):
+    """Where a model's initial weights come from."""
+
+    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The full HF tensor `name`, which must have `shape`."""
+
+
+def read_config(folder: Path) -> dict:
+    """config.json in one spelling, whichever version of transformers wrote it. Raises UserError.
+
+    `num_local_experts` becomes `num_experts`, `rope_parameters` becomes `rope_theta`, and `head_dim` is spelled out.
+    """
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise UserError(f"model folder {folder} has no config.json: give the path of an HF checkpoint folder")
+    try:
+        hf = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} is not valid JSON: {error}") from None
+    return canonical(hf)
+
+
+def canonical(hf: dict) -> dict:
+    """See `read_config`."""
+    hf = dict(hf)
+    if "num_local_experts" in hf:
+        hf["num_experts"] = hf.pop("num_local_experts")
+    rope = hf.pop("rope_parameters", None) or {}
+    scaling = hf.pop("rope_scaling", None) or {}
+    kind = rope.get("rope_type", scaling.get("rope_type", scaling.get("type", "default")))
+    if kind != "default":
+        raise UserError(f"config.json: RoPE scaling {kind!r} is not supported; only 'default' is")
+    hf.setdefault("rope_theta", rope.get("rope_theta", 10000.0))
+    hf.setdefault("tie_word_embeddings", False)
+    if "hidden_size" in hf and "num_attention_heads" in hf:
+        hf["head_dim"] = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
+    return hf
+
+
+def prepare_model(config: RunConfig, run_dir: Path) -> Path:
+    """The HF folder that engines and learner read: `model.path`, or run_dir/model with a fresh model's config.json.
+
+    Raises UserError for a missing folder, an unknown architecture or an unsupported field, before anything is started.
+    """
+    if config.model.path is not None:
+        if not config.model.path.is_dir():
+            raise UserError(f"model.path: folder {config.model.path} does not exist")
+        family_of(read_config(config.model.path))
+        SafetensorsFolder(config.model.path)
+        return config.model.path
+    family_of(canonical(config.model.fresh))
+    folder = run_dir / "model"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config.model.fresh | {"torch_dtype": config.model.dtype}, indent=2))
+    return folder
+
+
+class FreshTensors:
+    """Random weights, a function of seed and tensor name only, so that every layout starts from the same model."""
+
+    def __init__(self, seed: int, std: float):
+        self.seed, self.std = seed, std
+
+    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        if name.endswith("norm.weight"):
+            return torch.ones(shape)
+        generator = torch.Generator().manual_seed(self.seed * 2**32 + zlib.crc32(name.encode()))
+        return torch.empty(shape).normal_(0.0, self.std, generator=generator)
+
+
+class SafetensorsFolder:
+    """Tensors of an HF folder, single-file or sharded with an index, read one at a time."""
+
+    def __init__(self, folder: Path):
+        self.folder = Path(folder)
+        index = self.folder / "model.safetensors.index.json"
+        if index.is_file():
+            self._file_of = json.loads(index.read_text())["weight_map"]
+        elif (self.folder / "model.safetensors").is_file():
+            self._file_of = None
+        else:
+            raise UserError(f"{folder} holds no model.safetensors and no model.safetensors.index.json: "
+                            "convert the checkpoint to safetensors first")
+        self._open = {}
+
+    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        file = "model.safetensors" if self._file_of is None else self._file_of.get(name)
+        if file is None:
+            raise UserError(f"{self.folder}: the index names no file for tensor {name}")
+        reader = self._reader(file)
+        if name not in self._open[file][1]:
+            raise UserError(f"{self.folder / file}: tensor {name} is missing")
+        tensor = reader.get_tensor(name)
+        if tuple(tensor.shape) != tuple(shape):
+            raise UserError(f"{self.folder / file}: tensor {name} has shape {tuple(tensor.shape)}, config.json asks "
+                            f"for {tuple(shape)}")
+        return tensor
+
+    def _reader(self, file: str):
+        from safetensors import SafetensorError, safe_open
+        if file not in self._open:
+            path = self.folder / file
+            if not path.is_file():
+                raise UserError(f"{path} is named in the index but does not exist")
+            try:
+                reader = safe_open(path, framework="pt")
+            except SafetensorError as error:
+                raise UserError(f"{path} is not a readable safetensors file: {error}") from None
+            self._open[file] = reader, frozenset(reader.keys())
+        return self._open[file][0]
+
+
+def initial_weights(config: RunConfig, model_dir: Path) -> TensorSource:
+    """Source of the weights that a run starts from."""
+    if config.model.path is None:
+        return FreshTensors(config.seed, config.model.init_std)
+    return SafetensorsFolder(model_dir)
+
+
+def copy_metadata(source: Path, target: Path) -> None:
+    """Copy config.json and whatever tokenizer files there are."""
+    for name in ("config.json", *TOKENIZER_FILES):
+        if (source / name).is_file():
+            shutil.copy(source / name, target / name)

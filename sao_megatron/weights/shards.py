@@ -1,0 +1,162 @@
+"""From HF tensors to this rank's Megatron parameters and back, under any TP × EP × ETP × PP layout.
+
+Export is a stream: an *owner* rank yields (HF name, full tensor) one parameter at a time while the ranks that hold
+the other tensor parallel parts take part in the gathers. Dense parameters of a pipeline stage are owned by its
+tensor rank 0; experts are owned by the rank of their expert parallel group, so they never pass through another rank.
+"""
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as ps
+from torch import Tensor
+
+from sao_megatron.weights import hf
+from sao_megatron.weights.families import family_of
+from sao_megatron.weights.rules import Geometry, Rule, join, split
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One local parameter with what it is made of."""
+
+    tensor: Tensor
+    rule: Rule
+    hf_names: tuple[str, ...]
+
+
+class ShardMap:
+    """The local parameters of one model chunk (this rank's pipeline stage) tied to HF names.
+
+    Built from the module itself, so that a parameter without a rule is an error (KeyError), never skipped.
+    """
+
+    def __init__(self, model, hf_config: dict, skip: frozenset[str] = frozenset()):
+        self.geometry = Geometry(hf_config["num_attention_heads"], hf_config["num_key_value_heads"],
+                                 hf_config["head_dim"])
+        family = family_of(hf_config)
+        tied = hf_config["tie_word_embeddings"]
+        self.parameters: list[Parameter] = []
+        for local_name, tensor in model.named_parameters():
+            if local_name in skip:
+                continue
+            rule, names = family.find(_global_name(model, local_name))
+            if tied and names == ("lm_head.weight",):
+                names = ("model.embed_tokens.weight",)
+            self.parameters.append(Parameter(tensor, rule, names))
+
+    def load(self, source: hf.TensorSource) -> None:
+        """Fill every parameter from full HF tensors."""
+        for parameter in self.parameters:
+            group = _tensor_group(parameter.rule)
+            shapes = _hf_shapes(parameter, group.size(), self.geometry)
+            full = [source.get(name, shape) for name, shape in zip(parameter.hf_names, shapes, strict=True)]
+            mine = join(parameter.rule, full, self.geometry, group.size(), group.rank())
+            with torch.no_grad():
+                parameter.tensor.copy_(mine)
+
+    def export(self, owner: int) -> Iterator[tuple[str, Tensor]]:
+        """Stream what global rank `owner` owns. Every rank calls this; only the owner gets tensors.
+
+        Ranks that hold no part of the owner's parameters return at once.
+        """
+        is_owner = dist.get_rank() == owner
+        seen = set()
+        for parameter in self.parameters:
+            if _owner(parameter.rule) != owner or parameter.hf_names in seen:
+                continue
+            seen.add(parameter.hf_names)  # a tied head is the embedding once more
+            group = _tensor_group(parameter.rule)
+            shards = _gather(parameter.tensor.detach(), group)
+            if is_owner:
+                yield from zip(parameter.hf_names, split(parameter.rule, shards, self.geometry), strict=True)
+
+
+def owners() -> list[int]:
+    """Global ranks that own parameters, in the order in which they export. Collective over all ranks."""
+    mine = {_owner(Rule((), (), expert=False)), _owner(Rule((), (), expert=True))} - {None}
+    gathered: list = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    return sorted(set().union(*gathered))
+
+
+def _owner(rule: Rule) -> int | None:
+    """Owner of this rank's copy of a parameter; None on data parallel replicas, which export nothing."""
+    if rule.expert:
+        replica = ps.get_expert_data_parallel_rank()
+        group = ps.get_expert_tensor_parallel_group()
+    else:
+        replica = ps.get_data_parallel_rank(with_context_parallel=True)
+        group = ps.get_tensor_model_parallel_group()
+    return None if replica else dist.get_global_rank(group, 0)
+
+
+def _tensor_group(rule: Rule) -> dist.ProcessGroup:
+    return ps.get_expert_tensor_parallel_group() if rule.expert else ps.get_tensor_model_parallel_group()
+
+
+def _gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    if group.size() == 1:
+        return [tensor]
+    shards = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(shards, tensor.contiguous(), group=group)
+    return shards
+
+
+def _global_name(model, name: str) -> str:
+    """Local names count layers and experts from 0 on every rank; rules speak of global ones."""
+    if match := re.match(r"decoder\.layers\.(\d+)\.(.*)", name):
+        layer = model.decoder.layers[int(match[1])].layer_number - 1
+        name = f"decoder.layers.{layer}.{match[2]}"
+    offset = ps.get_expert_model_parallel_rank() * (model.config.num_moe_experts or 0)
+    offset //= ps.get_expert_model_parallel_world_size()
+    name = re.sub(r"(?<=local_experts\.)(\d+)", lambda m: str(int(m[1]) + offset), name)
+    return re.sub(r"(?<=experts\.linear_fc[12]\.weight)(\d+)", lambda m: str(int(m[1]) + offset), name)
+
+
+def _hf_shapes(parameter: Parameter, parts: int, geometry: Geometry) -> list[tuple[int, ...]]:
+    """Shapes of the full HF tensors behind a local parameter, worked out on the meta device by `split`."""
+    shards = [torch.empty(parameter.tensor.shape, device="meta")] * parts
+    return [tuple(t.shape) for t in split(parameter.rule, shards, geometry)]
+
+
+def save_hf(shard_map: ShardMap, folder: Path, model_dir: Path, max_bytes: int = 4 * 2**30) -> None:
+    """Write an HF checkpoint folder from all ranks (collective): each owner writes its own files, rank 0 the index.
+
+    The folder appears by rename when complete; a crash leaves only `<folder>.partial`.
+    """
+    from safetensors.torch import save_file
+    partial = folder.with_name(folder.name + ".partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    weight_map, rank = {}, dist.get_rank()
+    for owner in owners():
+        tensors, size, files = {}, 0, 0
+
+        def flush():
+            nonlocal tensors, size, files
+            name = f"model-{rank:05d}-{files:05d}.safetensors"
+            save_file(tensors, partial / name, metadata={"format": "pt"})
+            weight_map.update(dict.fromkeys(tensors, name))
+            tensors, size, files = {}, 0, files + 1
+        for name, tensor in shard_map.export(owner):
+            tensors[name] = tensor.contiguous().cpu().clone()
+            size += tensor.nbytes
+            if size >= max_bytes:
+                flush()
+        if tensors:
+            flush()
+    maps: list = [None] * dist.get_world_size()
+    dist.all_gather_object(maps, weight_map)
+    if rank == 0:
+        merged = {name: file for part in maps for name, file in part.items()}
+        index = {"metadata": {}, "weight_map": dict(sorted(merged.items()))}
+        (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+        hf.copy_metadata(model_dir, partial)
+        partial.rename(folder)
+    dist.barrier()

@@ -1,0 +1,94 @@
+"""One rank of test_layouts.py: log-probs and gradients of the policy loss under several layouts, written by rank 0."""
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from sao_megatron.learner import runtime, trainer
+from megatron.core import parallel_state as ps
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from sao_megatron import config as configs
+from sao_megatron.algorithm.objective import PolicyGradient
+from sao_megatron.learner import model as models
+from sao_megatron.learner.passes import policy_pass, to_device
+from sao_megatron.trajectory.packing import micro_batches
+from sao_megatron.weights import hf
+from sao_megatron.weights.shards import Parameter, ShardMap, owners
+
+
+def gather_export(shards: ShardMap) -> dict[str, np.ndarray]:
+    """All exported tensors on rank 0."""
+    mine = {name: t.float().numpy().copy() for owner in owners() for name, t in shards.export(owner)}
+    parts: list = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, mine)
+    return {name: tensor for part in parts for name, tensor in part.items()}
+
+
+def policy_gradients(hf_config, source, parallel, data, token_budget: int):
+    """Exported gradients of the policy loss (plain DDP, so that every rank holds whole reduced gradients)."""
+    module = models.build(hf_config, parallel, torch.float32)
+    shards = ShardMap(module, hf_config)
+    shards.load(source)
+    ddp = DistributedDataParallel(module.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), module)
+    ddp.zero_grad_buffer()
+    batches = [to_device(b) for b in micro_batches(
+        data["trajectories"], ps.get_data_parallel_world_size(), ps.get_data_parallel_rank(), token_budget,
+        multiple_of=parallel.tp, equal_length=not models.varies_in_length(parallel))]
+    objectives = []
+    for batch in batches:
+        advantages = [data["advantages"][t.id] for t in batch.source.trajectories]
+        flat = np.concatenate(advantages) if advantages else np.zeros(0)
+        objectives.append(PolicyGradient(batch.rollout_logprobs, torch.from_numpy(flat).float()))
+    policy_pass(ddp, batches, objectives, 1.0)
+    shards.parameters = [Parameter(p.tensor.main_grad, p.rule, p.hf_names) for p in shards.parameters]
+    masks = [o.diagnostics().fate.tolist() for o in objectives] if ps.is_pipeline_last_stage() else []
+    group = ps.get_tensor_model_parallel_group()
+    all_masks: list = [None] * group.size()
+    dist.all_gather_object(all_masks, masks, group=group)
+    return gather_export(shards), len(batches), all(m == masks for m in all_masks)
+
+
+def main(folder: Path, layouts: list[dict]) -> None:
+    data = pickle.loads((folder / "data.pkl").read_bytes())
+    reference = dict(np.load(folder / "gradients.npz"))
+    results = {}
+    for spec in layouts:
+        spec = dict(spec)
+        name, tied, budget = spec.pop("name"), spec.pop("tied", False), spec.pop("budget")
+        model_dir = folder / ("tied" if tied else "untied")
+        hf_config = hf.read_config(model_dir)
+        parallel = configs.ParallelSection(ranks=int(os.environ["WORLD_SIZE"]), **spec)
+        runtime.initialize(parallel, seed=0)
+        source = hf.SafetensorsFolder(model_dir)
+        gradients, count, same_mask = policy_gradients(hf_config, source, parallel, data, budget)
+        prefix = "tied/" if tied else "untied/"
+        expected = {k.removeprefix(prefix): v for k, v in reference.items() if k.startswith(prefix)}
+        config = configs.parse(dict(
+            name="t", model=dict(path=str(model_dir), dtype="float32"), parallel=parallel.model_dump(),
+            task=dict(name="random"), batch=dict(tokens_per_micro_batch=budget), steps=3,
+            policy_optimizer=dict(lr=1e-3), critic_optimizer=dict(lr=1e-3)))
+        learner = trainer.Trainer(config, hf_config, source)
+        scores = learner.score(data["trajectories"])
+        learner.begin_reinforcement()
+        metrics = [learner.train_step(data["trajectories"], version=1).metrics for _ in range(3)]
+        weights = gather_export(learner.policy_shards)
+        results[name] = dict(
+            micro_batches=count, same_mask=same_mask, names_match=sorted(gradients) == sorted(expected),
+            gradient={k: float(np.linalg.norm(gradients[k] - v) / np.linalg.norm(v)) for k, v in expected.items()
+                      if k in gradients},
+            logprob=max(float(np.abs(a - b).max()) for a, b in zip(scores, data[prefix + "logprobs"], strict=True)),
+            metrics=metrics, weights={k: float(np.square(v, dtype=np.float64).sum()) for k, v in weights.items()})
+    if dist.get_rank() == 0:
+        (folder / f"results-{dist.get_world_size()}.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))
+    dist.destroy_process_group()
