@@ -13,10 +13,7 @@ import torch
 import torch.distributed as dist
 
 from sao_megatron.config import ParallelSection
-
-
-def has_gpu() -> bool:
-    return torch.cuda.is_available()
+from sao_megatron.device import has_gpu
 
 
 if not has_gpu():

@@ -217,12 +217,11 @@ class Trainer:
             on_step(step, statistics["policy_loss"] / statistics["tokens"], norm)
 
     @torch.no_grad()
-    def score(self, trajectories: list[Trajectory]) -> list[np.ndarray]:
+    def score(self, trajectories: list[Trajectory], temperature: float = 1.0) -> list[np.ndarray]:
         """log π_θ of each trajectory's action tokens under the current policy, on every rank; float32 [n] each."""
         batches = self._micro_batches(trajectories)
         objectives = [NegativeLogLikelihood() for _ in batches]
-        outputs = policy_pass(self.policy_ddp, batches, objectives, self.config.algorithm.temperature,
-                              forward_only=True)
+        outputs = policy_pass(self.policy_ddp, batches, objectives, temperature, forward_only=True)
         mine = {}
         for batch, output in zip(batches, outputs, strict=False):
             parts = np.split(_numpy(output.logprobs), np.cumsum(batch.source.lengths)[:-1])

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
+from safetensors.torch import save_file
 from torch import Tensor
 
 from sao_megatron.weights import hf
@@ -41,13 +42,13 @@ class ShardMap:
         self.geometry = Geometry(hf_config["num_attention_heads"], hf_config["num_key_value_heads"],
                                  hf_config["head_dim"])
         family = family_of(hf_config)
-        tied = hf_config["tie_word_embeddings"]
+        self.tied = hf_config["tie_word_embeddings"]
         self.parameters: list[Parameter] = []
         for local_name, tensor in model.named_parameters():
             if local_name in skip:
                 continue
             rule, names = family.find(_global_name(model, local_name))
-            if tied and names == ("lm_head.weight",):
+            if self.tied and names == ("lm_head.weight",):
                 names = ("model.embed_tokens.weight",)
             self.parameters.append(Parameter(tensor, rule, names))
 
@@ -60,6 +61,12 @@ class ShardMap:
             mine = join(parameter.rule, full, self.geometry, group.size(), group.rank())
             with torch.no_grad():
                 parameter.tensor.copy_(mine)
+
+    def owners(self) -> list[int]:
+        """Global ranks that own parameters, in the order in which they export. Collective over all ranks."""
+        gathered: list = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, {_owner(parameter.rule) for parameter in self.parameters} - {None})
+        return sorted(set().union(*gathered))
 
     def export(self, owner: int) -> Iterator[tuple[str, Tensor]]:
         """Stream what global rank `owner` owns. Every rank calls this; only the owner gets tensors.
@@ -76,14 +83,6 @@ class ShardMap:
             shards = _gather(parameter.tensor.detach(), group)
             if is_owner:
                 yield from zip(parameter.hf_names, split(parameter.rule, shards, self.geometry), strict=True)
-
-
-def owners() -> list[int]:
-    """Global ranks that own parameters, in the order in which they export. Collective over all ranks."""
-    mine = {_owner(Rule((), (), expert=False)), _owner(Rule((), (), expert=True))} - {None}
-    gathered: list = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, mine)
-    return sorted(set().union(*gathered))
 
 
 def _owner(rule: Rule) -> int | None:
@@ -131,32 +130,35 @@ def save_hf(shard_map: ShardMap, folder: Path, model_dir: Path, max_bytes: int =
 
     The folder appears by rename when complete; a crash leaves only `<folder>.partial`.
     """
-    from safetensors.torch import save_file
     partial = folder.with_name(folder.name + ".partial")
     partial.mkdir(parents=True, exist_ok=True)
-    weight_map, rank = {}, dist.get_rank()
-    for owner in owners():
-        tensors, size, files = {}, 0, 0
-
-        def flush():
-            nonlocal tensors, size, files
-            name = f"model-{rank:05d}-{files:05d}.safetensors"
-            save_file(tensors, partial / name, metadata={"format": "pt"})
-            weight_map.update(dict.fromkeys(tensors, name))
-            tensors, size, files = {}, 0, files + 1
-        for name, tensor in shard_map.export(owner):
-            tensors[name] = tensor.contiguous().cpu().clone()
-            size += tensor.nbytes
-            if size >= max_bytes:
-                flush()
-        if tensors:
-            flush()
+    weight_map: dict[str, str] = {}
+    for owner in shard_map.owners():
+        _write_files(shard_map.export(owner), partial, weight_map, max_bytes)
     maps: list = [None] * dist.get_world_size()
     dist.all_gather_object(maps, weight_map)
-    if rank == 0:
+    if dist.get_rank() == 0:
         merged = {name: file for part in maps for name, file in part.items()}
         index = {"metadata": {}, "weight_map": dict(sorted(merged.items()))}
         (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
         hf.copy_metadata(model_dir, partial)
         partial.rename(folder)
     dist.barrier()
+
+
+def _write_files(stream: Iterator[tuple[str, Tensor]], folder: Path, weight_map: dict[str, str], max_bytes: int):
+    """Write one owner's tensors to files of about `max_bytes`, noting in `weight_map` which file holds each."""
+    tensors: dict[str, Tensor] = {}
+
+    def write():
+        files = len(set(weight_map.values()))
+        file = f"model-{dist.get_rank():05d}-{files:05d}.safetensors"
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(tensors, file))
+        tensors.clear()
+    for name, tensor in stream:
+        tensors[name] = tensor.cpu().clone(memory_format=torch.contiguous_format)
+        if sum(t.nbytes for t in tensors.values()) >= max_bytes:
+            write()
+    if tensors:
+        write()

@@ -20,12 +20,12 @@ from sao_megatron.learner import model as models
 from sao_megatron.learner.passes import policy_pass, to_device
 from sao_megatron.trajectory.packing import micro_batches
 from sao_megatron.weights import hf
-from sao_megatron.weights.shards import Parameter, ShardMap, owners
+from sao_megatron.weights.shards import Parameter, ShardMap
 
 
 def gather_export(shards: ShardMap) -> dict[str, np.ndarray]:
     """All exported tensors on rank 0."""
-    mine = {name: t.float().numpy().copy() for owner in owners() for name, t in shards.export(owner)}
+    mine = {name: t.float().numpy().copy() for owner in shards.owners() for name, t in shards.export(owner)}
     parts: list = [None] * dist.get_world_size()
     dist.all_gather_object(parts, mine)
     return {name: tensor for part in parts for name, tensor in part.items()}

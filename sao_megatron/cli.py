@@ -1,0 +1,124 @@
+"""`sao-megatron <verb>`: the command line. `train` runs everything on one machine; the role verbs are what it starts.
+
+Exit codes: 0 done, 1 a valid run failed, 2 bad input, 130 interrupted. Heavy imports are inside the verbs, so that help
+comes at once.
+"""
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from sao_megatron.errors import RunError, UserError
+
+_TRAIN = """\
+Train on this machine: checks the recipe, then starts engines, controller and learner ranks, shows one line per step,
+and ends them all together. Outputs go to runs/<name>/: config.yaml, logs/, TensorBoard events, summary.json.
+
+example:
+  sao-megatron train configs/guess-number-cpu.yaml name=first steps=50 algorithm.eps_high=3.0"""
+_ENGINE = """\
+Serve the run's model with SGLang, in this process (what `train` starts; on a cluster, once per engine).
+
+example:
+  sao-megatron engine runs/first --index 0"""
+_CONTROLLER = """\
+Run episodes on the run's engines and append each finished trajectory to the run's store, until the learner is done.
+
+example:
+  sao-megatron controller runs/first"""
+_LEARNER = """\
+One learner rank. RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT come from whoever starts the ranks.
+
+example:
+  torchrun --standalone --nproc-per-node 2 -m sao_megatron.cli learner runs/first"""
+_PRESETS = """\
+List the algorithms: each is a preset of the same few choices, and `algorithm.<choice>=value` overrides one.
+
+example:
+  sao-megatron presets"""
+_SUMMARY = """\
+Compute runs/<name>/summary.json from the run's store and print it; also of a run that is under way or failed.
+
+example:
+  sao-megatron summary runs/first"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one verb; returns the exit code. A person's or a run's fault is one sentence on stderr, never a traceback."""
+    arguments = _parser().parse_args(argv)
+    try:
+        arguments.run(arguments)
+    except UserError as error:
+        return _fail(error, 2)
+    except RunError as error:
+        return _fail(error, 1)
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+    return 0
+
+
+def _fail(error: object, code: int) -> int:
+    print(f"sao-megatron: {error}", file=sys.stderr)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="sao-megatron",
+                                     description="Asynchronous RL for agentic MoE language models.",
+                                     epilog="`sao-megatron <verb> --help` explains a verb by example.")
+    verbs = parser.add_subparsers(metavar="<verb>", required=True)
+
+    def verb(name: str, run, text: str, help: str) -> argparse.ArgumentParser:
+        sub = verbs.add_parser(name, help=help, description=text,
+                               formatter_class=argparse.RawDescriptionHelpFormatter)
+        sub.set_defaults(run=run)
+        return sub
+
+    train = verb("train", _train, _TRAIN, "train on this machine: start everything, watch it, end it")
+    train.add_argument("recipe", type=Path, help="YAML file, such as configs/guess-number-cpu.yaml")
+    train.add_argument("overrides", nargs="*", metavar="key=value",
+                       help="replace a value of the recipe (dotted key, YAML value)")
+    roles = [verb("engine", _engine, _ENGINE, "serve one engine of a run"),
+             verb("controller", _controller, _CONTROLLER, "run the episodes of a run"),
+             verb("learner", _learner, _LEARNER, "run one learner rank of a run"),
+             verb("summary", _summary, _SUMMARY, "compute and print a run's summary")]
+    for role in roles:
+        role.add_argument("run_dir", type=Path, help="the run's folder, such as runs/first")
+    roles[0].add_argument("--index", type=int, required=True, help="which of the run's engines, from 0")
+    verb("presets", _presets, _PRESETS, "list the algorithms")
+    return parser
+
+
+def _train(arguments) -> None:
+    from sao_megatron import launcher
+    launcher.train(arguments.recipe, arguments.overrides)
+
+
+def _engine(arguments) -> None:
+    from sao_megatron import roles
+    roles.engine(arguments.run_dir, arguments.index)
+
+
+def _controller(arguments) -> None:
+    from sao_megatron import roles
+    roles.controller(arguments.run_dir)
+
+
+def _learner(arguments) -> None:
+    from sao_megatron import roles
+    roles.learner(arguments.run_dir)
+
+
+def _presets(_arguments) -> None:
+    from sao_megatron.algorithm import presets
+    print(presets.table())
+
+
+def _summary(arguments) -> None:
+    from sao_megatron.telemetry import summary
+    summary.show(summary.write_summary(arguments.run_dir))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

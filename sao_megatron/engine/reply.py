@@ -1,0 +1,81 @@
+"""What SGLang answers, read and checked: a reply of /generate becomes a Generation, an error body a sentence."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+UNPUBLISHED = "default"  # SGLang's name for the weights that it started with
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What one request sampled: three lists of one length, and why it ended."""
+
+    tokens: list[int]
+    """The stop token included."""
+    logprobs: list[float]
+    """Of each token at the request's temperature, under the weights that sampled it."""
+    versions: list[int]
+    """Weight version that sampled each token."""
+    finish: Literal["stop", "length", "abort"]
+    """abort: the engine ended it early. A running request keeps its tokens so far; SGLang drops those of a request that
+    a pause had retracted, and one that still waited has none."""
+
+
+def read_generation(reply: dict) -> Generation:
+    """Read one reply of /generate; KeyError, TypeError or ValueError where it is not in SGLang's form."""
+    tokens, meta = reply["output_ids"], reply["meta_info"]
+    finish = meta["finish_reason"]["type"]
+    if finish not in ("stop", "length", "abort"):
+        raise ValueError(f"unknown finish reason {finish!r}")
+    if finish == "abort" and not tokens:  # it never ran: the reply has none of the fields below
+        return Generation([], [], [], finish)
+    entries = meta["output_token_logprobs"]
+    # Not the echoed ids themselves: SGLang echoes the last id of the vocabulary as 0.
+    if len(entries) != len(tokens):
+        raise ValueError(f"{len(entries)} log-probs do not answer its {len(tokens)} tokens")
+    logprobs = [float(logprob) for logprob, _, _ in entries]
+    return Generation(tokens, logprobs, _versions(meta["weight_versions"], len(tokens)), finish)
+
+
+def _versions(spans: list[dict], length: int) -> list[int]:
+    """One version per token from SGLang's spans [start, end), which must cover 0 … length in order."""
+    versions: list[int] = []
+    for span in spans:
+        if span["version"] == UNPUBLISHED:
+            raise ValueError("it sampled with its starting weights: publish a version first")
+        if span["start"] != len(versions):
+            raise ValueError("its weight versions leave a gap")
+        versions += [int(span["version"])] * (span["end"] - span["start"])
+    if len(versions) != length:
+        raise ValueError(f"its weight versions cover {len(versions)} of {length} tokens")
+    return versions
+
+
+def check_batch(replies: list[dict], length: int) -> None:
+    """Raise ValueError unless a POST of `length` prompts brought as many replies."""
+    if not isinstance(replies, list) or len(replies) != length:
+        raise ValueError(f"expected a list of {length} replies")
+
+
+def read_scores(reply: dict, tokens: list[int]) -> list[float]:
+    """Log-probs of tokens[1:] from a reply of /generate with logprob_start_len=0; raises like `read_generation`."""
+    entries = reply["meta_info"]["input_token_logprobs"]
+    # Not the echoed ids themselves: SGLang echoes the last id of the vocabulary as 0.
+    if len(entries) != len(tokens):
+        raise ValueError(f"{len(entries)} log-probs do not answer the {len(tokens)} tokens sent")
+    return [float(logprob) for logprob, _, _ in entries[1:]]
+
+
+def read_version(reply: dict) -> int | None:
+    """The live version from a reply of /model_info; raises like `read_generation`."""
+    version = reply["weight_version"]
+    return None if version == UNPUBLISHED else int(version)
+
+
+def error_message(reply: object) -> str:
+    """SGLang has four forms of error body."""
+    if isinstance(reply, dict):
+        error = reply.get("error", reply)
+        return str(error.get("message", error) if isinstance(error, dict) else error)[:500]
+    return str(reply).strip()[:500]

@@ -1,0 +1,253 @@
+"""`sao-megatron train`: one machine's whole run, from a recipe to a summary.
+
+Everything that can be refused is refused before any process starts; then engines, controller and learner ranks start
+together and are watched until the learner has finished, or until one of them dies and takes the run with it.
+"""
+from __future__ import annotations
+
+import shutil
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from sao_megatron import config as run_config
+from sao_megatron.config import RunConfig
+from sao_megatron.device import gpu_names, has_gpu
+from sao_megatron.errors import RunError, UserError
+from sao_megatron.run_folder import RunFolder
+from sao_megatron.supervisor import ProcessSpec, Supervisor
+from sao_megatron.telemetry import summary
+from sao_megatron.telemetry.progress import Progress
+from sao_megatron.trajectory.store import Store
+
+POLL_SECONDS = 0.5
+EXIT_SECONDS = 600.0
+"""Between the end of the first learner rank or of the controller, and the end of all of them."""
+
+
+def train(recipe: Path, overrides: list[str]) -> None:
+    """Run the recipe to its end. Raises UserError before anything starts, RunError if a process fails later."""
+    config = run_config.load(recipe, overrides)
+    folder = RunFolder(config.run_dir)
+    progress = Progress(config.total_steps)
+    progress.note(f"checking {recipe}; outputs go to {folder.path}")
+    _claim(folder)
+    try:
+        plan = prepare(config, folder)
+    except BaseException:
+        shutil.rmtree(folder.path)  # nothing has run: leave the name free for the next try
+        raise
+    with Store(folder.store_path) as store:
+        _run(config, folder, plan, store, progress)
+    summary.show(summary.write_summary(folder.path))
+
+
+def _claim(folder: RunFolder) -> None:
+    if folder.path.exists() and (not folder.path.is_dir() or any(folder.path.iterdir())):
+        raise UserError(f"{folder.path} exists already: give this run another name (name=...) or delete the folder")
+    folder.path.mkdir(parents=True, exist_ok=True)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to start."""
+
+    engines: list[ProcessSpec]
+    controller: ProcessSpec
+    learners: list[ProcessSpec]
+    urls: list[str]
+
+    @property
+    def processes(self) -> list[ProcessSpec]:
+        return [*self.engines, *self.learners, self.controller]
+
+
+def prepare(config: RunConfig, folder: RunFolder) -> Plan:
+    """Check model, algorithm, layout, task, GPUs and ports (UserError), and write the run's folder."""
+    from sao_megatron.learner import layout
+    from sao_megatron.rollout.tasks import load_task
+    from sao_megatron.weights.hf import prepare_model, read_config
+
+    _check_algorithm(config)
+    model_dir = prepare_model(config, folder.path)
+    hf_config = read_config(model_dir)
+    layout.check(config, hf_config)
+    _check_task(config, load_task(config.task.name, config.task.options, model_dir), hf_config["vocab_size"])
+    devices = _devices(config) if has_gpu() else None
+    run_config.save(config, folder.config_path)
+    urls = [f"http://{config.engine.host}:{port}" for port in _engine_ports(config)]
+    folder.place_engines(urls)
+    return _plan(config, folder, urls, devices)
+
+
+def _check_algorithm(config: RunConfig) -> None:
+    from sao_megatron.algorithm import presets
+    choices = config.algorithm.model_dump(exclude={"preset"})
+    try:
+        presets.resolve(config.algorithm.preset, **choices)
+    except ValueError as error:
+        raise UserError(f"algorithm: {error}") from None
+
+
+def _check_task(config: RunConfig, task, vocab_size: int) -> None:
+    if task.vocab_size > vocab_size:
+        raise UserError(f"task.name: {config.task.name} uses token ids up to {task.vocab_size - 1}, the model's "
+                        f"vocabulary has {vocab_size} (vocab_size of its config.json): choose a model with at least "
+                        f"{task.vocab_size}")
+    if config.warmup.steps:
+        try:
+            next(iter(task.demonstrations(1, config.seed)))
+        except NotImplementedError:
+            raise UserError(f"warmup.steps: task {config.task.name} has no demonstrations to warm up on: "
+                            f"set warmup.steps=0") from None
+
+
+def _devices(config: RunConfig) -> list[str]:
+    """The GPUs in use, as CUDA_VISIBLE_DEVICES names them: the learner's first, then each engine's."""
+    devices = gpu_names()
+    needed = config.parallel.ranks + config.engine.count * config.engine.tp
+    if len(devices) < needed:
+        raise UserError(f"this machine has {len(devices)} GPUs, the recipe needs {needed} "
+                        f"(parallel.ranks={config.parallel.ranks}, engine.count={config.engine.count} times "
+                        f"engine.tp={config.engine.tp}): make one of them smaller")
+    return devices
+
+
+def _engine_ports(config: RunConfig) -> list[int]:
+    from sao_megatron.engine.process import free_port
+    count, first = config.engine.count, config.engine.port
+    if first == 0:
+        ports: set[int] = set()
+        while len(ports) < count:
+            ports.add(free_port())
+        return sorted(ports)
+    for port in range(first, first + count):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((config.engine.host, port))
+            except (OSError, OverflowError) as error:
+                raise UserError(f"engine.port={first}: port {port} of {config.engine.host} cannot be used ({error}): "
+                                f"choose another, or 0 for free ones") from None
+    return list(range(first, first + count))
+
+
+def _plan(config: RunConfig, folder: RunFolder, urls: list[str], devices: list[str] | None) -> Plan:
+    """`devices`: GPU names, None without GPUs."""
+    from sao_megatron.engine.process import engine_command, engine_environment, free_port
+    ranks, tp, gpu = config.parallel.ranks, config.engine.tp, devices is not None
+    common = {"PYTHONUNBUFFERED": "1"} | ({} if gpu else {"OMP_NUM_THREADS": "1"})
+    cli = [sys.executable, "-m", "sao_megatron.cli"]
+
+    def on(first: int, count: int) -> dict[str, str]:
+        return common | ({"CUDA_VISIBLE_DEVICES": ",".join(devices[first:first + count])} if gpu else {})
+
+    engines = [ProcessSpec(f"engine-{i}",
+                           engine_command(config, folder.model_dir(config), urlsplit(url).port, gpu),
+                           engine_environment(gpu, tp) | on(ranks + i * tp, tp)) for i, url in enumerate(urls)]
+    group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    learners = [ProcessSpec(f"learner-{rank}", [*cli, "learner", str(folder.path)],
+                            on(0, ranks) | group | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+                for rank in range(ranks)]
+    return Plan(engines, ProcessSpec("controller", [*cli, "controller", str(folder.path)], common), learners, urls)
+
+
+def _run(config: RunConfig, folder: RunFolder, plan: Plan, store: Store, progress: Progress) -> None:
+    with Supervisor(folder.log_dir) as supervisor:
+        store.set_state(summary.STARTED_AT, time.time())
+        supervisor.start(plan.processes)
+        progress.note(f"started {', '.join(spec.name for spec in plan.processes)}; logs are in {folder.log_dir}")
+        try:
+            Watch(config, plan, store, supervisor, progress).until_done()
+        finally:
+            progress.close()
+            progress.note("stopping what still runs")
+
+
+class Watch:
+    """Follows a started run: shows its steps and raises RunError as soon as a process has failed."""
+
+    def __init__(self, config: RunConfig, plan: Plan, store: Store, supervisor: Supervisor, progress: Progress):
+        self._config, self._store, self._supervisor, self._progress = config, store, supervisor, progress
+        self._workers = {spec.name for spec in [*plan.learners, plan.controller]}
+        self._starting = dict(zip((spec.name for spec in plan.engines), plan.urls, strict=True))
+        self._engines = len(plan.engines)
+        self._started = time.monotonic()
+        self._first_end: float | None = None
+        self._last_step, self._steps = -1, 0
+
+    def until_done(self) -> None:
+        """Return when the learner ranks and the controller have ended well."""
+        while not self._all_ended(self._supervisor.poll()):
+            self._show_steps()
+            self._check_engines()
+            self._show_status()
+            time.sleep(POLL_SECONDS)
+        self._show_steps()
+
+    def _all_ended(self, ended: dict[str, int]) -> bool:
+        # Read after the exit codes were: a rank first says that the run is finished, then ends.
+        finished = self._store.get_state("learner_finished", False)
+        if failed := [name for name, code in ended.items() if code or not finished or name not in self._workers]:
+            raise self._supervisor.failure(failed)
+        if ended and self._first_end is None:
+            self._first_end = time.monotonic()
+        missing = sorted(self._workers - ended.keys())
+        if missing and ended and time.monotonic() - self._first_end > EXIT_SECONDS:
+            raise RunError(f"{', '.join(missing)} still run {EXIT_SECONDS:.0f} s after the run had finished and "
+                           f"{', '.join(sorted(ended))} had ended: see {self._supervisor.log_path(missing[0])}")
+        return not missing
+
+    def _check_engines(self) -> None:
+        for name, url in list(self._starting.items()):
+            if _is_healthy(url):
+                del self._starting[name]
+            elif time.monotonic() - self._started > self._config.engine.start_timeout:
+                raise RunError(f"{name} at {url} is not healthy after {self._config.engine.start_timeout:.0f} s "
+                               f"(engine.start_timeout): see {self._supervisor.log_path(name)}")
+
+    def _show_steps(self) -> None:
+        for row in self._store.steps(after=self._last_step):
+            self._last_step, self._steps = row.step, self._steps + 1
+            self._progress.step(self._steps, row.metrics)
+        self._progress.flush(now=False)
+
+    def _show_status(self) -> None:
+        """Start-up stage by stage; later only where nothing else was shown for a while."""
+        if self._store.published() is None:
+            healthy = self._engines - len(self._starting)
+            self._progress.status(f"start-up: engines {healthy}/{self._engines} ready, learner {self._learner_stage()}")
+        elif self._progress.quiet():
+            self._progress.status(self._doing())
+
+    def _learner_stage(self) -> str:
+        warmup = self._store.get_state("warmup")
+        if warmup is None:
+            return "starting"
+        if warmup["step"] < warmup["steps"]:
+            return f"in warm-up step {warmup['step']}/{warmup['steps']}"
+        return "publishes its first weights"
+
+    def _doing(self) -> str:
+        if self._store.get_state("learner_finished", False):
+            return "learner finished; waiting for the controller (last evaluation)"
+        ready, in_flight = self._store.counts()["ready"], self._store.get_state("in_flight", 0)
+        return (f"step {self._steps + 1} under way: {ready} trajectories ready of {self._config.batch.trajectories}, "
+                f"{in_flight} episodes in flight")
+
+
+def _is_healthy(url: str) -> bool:
+    """Whether GET /health says 200. Not by urllib, which would ask an HTTP proxy."""
+    address = urlsplit(url)
+    connection = HTTPConnection(address.hostname, address.port, timeout=0.5)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except (OSError, HTTPException):
+        return False
+    finally:
+        connection.close()

@@ -1,0 +1,73 @@
+"""What one process of a run does: engine, controller or learner rank. Each reads the run's folder and nothing else."""
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from contextlib import AsyncExitStack
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from sao_megatron.config import RunConfig
+from sao_megatron.errors import RunError, UserError
+from sao_megatron.run_folder import RunFolder
+
+
+def engine(run_dir: Path, index: int) -> None:
+    """Become the SGLang server of engine `index` (does not return)."""
+    folder = RunFolder(run_dir)
+    config, urls = folder.config(), folder.engine_urls()
+    if not 0 <= index < len(urls):
+        raise UserError(f"--index {index}: {folder.engines_path} names {len(urls)} engines, so 0 to {len(urls) - 1}")
+    from sao_megatron.device import has_gpu
+    from sao_megatron.engine.process import engine_command, engine_environment
+    gpu = has_gpu()
+    command = engine_command(config, folder.model_dir(config), urlsplit(urls[index]).port, gpu)
+    os.execvpe(command[0], command, os.environ | engine_environment(gpu, config.engine.tp))
+
+
+def controller(run_dir: Path) -> None:
+    """Run episodes until the learner has finished and the last evaluation is recorded."""
+    folder = RunFolder(run_dir)
+    config = folder.config()
+    from sao_megatron.trajectory.store import Store
+    with Store(folder.store_path) as store:
+        asyncio.run(_control(folder, config, store))
+
+
+async def _control(folder: RunFolder, config: RunConfig, store) -> None:
+    from sao_megatron.engine.client import EngineClient
+    from sao_megatron.rollout.controller import run_controller
+    # Read directly: weights.hf would import torch, which this process does without.
+    vocab_size = json.loads((folder.model_dir(config) / "config.json").read_text())["vocab_size"]
+    async with AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(EngineClient(url, vocab_size, config.rollout.request_timeout))
+                   for url in folder.engine_urls()]
+        deadline = time.monotonic() + config.engine.start_timeout
+        await asyncio.gather(*(_healthy(client, deadline, config.engine.start_timeout) for client in clients))
+        await run_controller(config, _task(folder, config), store, clients)
+
+
+async def _healthy(client, deadline: float, timeout: float) -> None:
+    while not await client.healthy():
+        if time.monotonic() > deadline:
+            raise RunError(f"engine {client.url} is not healthy after {timeout:.0f} s (engine.start_timeout): "
+                           f"see its log")
+        await asyncio.sleep(0.5)
+
+
+def learner(run_dir: Path) -> None:
+    """Train as the rank that RANK and WORLD_SIZE name."""
+    if missing := [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+        raise UserError(f"learner: {', '.join(missing)} not set in the environment: "
+                        f"start the ranks with torchrun or srun")
+    folder = RunFolder(run_dir)
+    config = folder.config()
+    from sao_megatron.learner import loop
+    loop.main(config, folder.path, _task(folder, config))
+
+
+def _task(folder: RunFolder, config: RunConfig):
+    from sao_megatron.rollout.tasks import load_task
+    return load_task(config.task.name, config.task.options, folder.model_dir(config))

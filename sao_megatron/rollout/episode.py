@@ -1,0 +1,204 @@
+"""One episode: generate → environment → generate …, token in, token out.
+
+What the engine sampled goes back to the engine and into the trajectory as it is; nothing is decoded or tokenised on the
+way. Three kinds of failure are kept apart: a failing environment is retried and then recorded as an `error` trajectory,
+a spent budget makes a `truncated` one, and a failing engine (RunError) is nobody's episode: it ends the run.
+"""
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+import traceback
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from sao_megatron.algorithm.presets import resolve
+from sao_megatron.config import RunConfig
+from sao_megatron.errors import RunError
+from sao_megatron.rollout.tasks.base import Prompt, Step, Task
+from sao_megatron.trajectory.types import Status, Trajectory, TrajectoryBuilder
+
+ABORT_PAUSE = 0.05  # seconds before asking again an engine that aborted a request without sampling a token
+
+
+class Generator(Protocol):
+    """The one method of the engine client that an episode needs."""
+
+    async def generate(self, input_ids: list[int], *, max_new_tokens: int, temperature: float,
+                       stop_token_ids: list[int]):
+        """Answer with `tokens`, `logprobs`, `versions` (lists of one length) and `finish`: stop, length or abort."""
+
+
+@dataclass(frozen=True)
+class EpisodeSettings:
+    temperature: float
+    max_new_tokens: int
+    """Most tokens sampled in one turn; a task's own limit applies as well."""
+    max_tokens: int
+    """Longest trajectory."""
+    environment_retries: int
+    request_timeout: float
+    """Seconds in which an engine that aborts must sample a token again."""
+    rollouts_per_prompt: int = 1
+    """This many consecutive seqs are one group."""
+
+    @classmethod
+    def of(cls, config: RunConfig, **changes) -> EpisodeSettings:
+        rollout = config.rollout
+        preset = resolve(config.algorithm.preset, **config.algorithm.model_dump(exclude={"preset"}))
+        return cls(**dict(
+            temperature=config.algorithm.temperature, max_new_tokens=rollout.max_new_tokens,
+            max_tokens=rollout.max_tokens, environment_retries=rollout.environment_retries,
+            request_timeout=rollout.request_timeout,
+            rollouts_per_prompt=preset.rollouts_per_prompt) | changes)
+
+
+class ClientPool:
+    """The engines' clients. An episode stays with one of them, whose prefix cache holds its earlier turns."""
+
+    def __init__(self, clients: list[Generator]):
+        self._clients = clients
+        self._in_flight = [0] * len(clients)
+
+    @contextmanager
+    def least_busy(self):
+        """The client with the fewest episodes, for the length of one."""
+        index = self._in_flight.index(min(self._in_flight))
+        self._in_flight[index] += 1
+        try:
+            yield self._clients[index]
+        finally:
+            self._in_flight[index] -= 1
+
+
+async def run_episode(client: Generator, task: Task, prompt: Prompt, settings: EpisodeSettings, seq: int) -> Trajectory:
+    """Play `prompt` to its end, with fresh tries while its environment fails.
+
+    The status is completed where the environment said done, truncated where max_turns, max_new_tokens or max_tokens
+    came first, error where every try failed. `info` holds the environment's last info, `seconds` (all tries), `turns`
+    and `retries`; for an error also `error` (one line) and `traceback`. Raises RunError where the engine fails or
+    answers nonsense.
+    """
+    started = time.monotonic()
+    for retry in range(settings.environment_retries + 1):
+        attempt = _Attempt(client, task, prompt, settings, seq)
+        status, info = await attempt.outcome()
+        info |= {"seconds": round(time.monotonic() - started, 4), "turns": attempt.turns, "retries": retry}
+        if status is not Status.ERROR:
+            break
+    try:
+        return attempt.builder.build(status, **info)
+    except ValueError as error:
+        raise RunError(f"the engine's answers do not make a valid trajectory (seq {seq}): {error}") from None
+
+
+class _EnvironmentFailure(Exception):
+    """An exception left the environment, or what it returned is not valid; the cause says which."""
+
+
+@contextmanager
+def _blame_environment():
+    try:
+        yield
+    except Exception as error:
+        raise _EnvironmentFailure from error
+
+
+class _Attempt:
+    """One try of one episode, with a fresh environment."""
+
+    def __init__(self, client: Generator, task: Task, prompt: Prompt, settings: EpisodeSettings, seq: int):
+        self.client, self.task, self.prompt, self.settings = client, task, prompt, settings
+        self.group_id = f"group-{seq // settings.rollouts_per_prompt}"
+        self.builder = self._begin([])
+        self.turns = 0
+
+    def _begin(self, prompt_tokens: list[int]) -> TrajectoryBuilder:
+        return TrajectoryBuilder(prompt_tokens, self.prompt.id, self.task.name, self.group_id)
+
+    async def outcome(self) -> tuple[Status, dict]:
+        """Play; returns the status and the trajectory's info."""
+        try:
+            return await self._play()
+        except _EnvironmentFailure as failure:
+            cause = failure.__cause__
+            return Status.ERROR, {"error": " ".join(f"{type(cause).__name__}: {cause}".split()),
+                                  "traceback": "".join(traceback.format_exception(cause))}
+
+    async def _play(self) -> tuple[Status, dict]:
+        """Fill the builder; returns (status, the environment's last info)."""
+        max_tokens = self.settings.max_tokens
+        with _blame_environment():
+            environment = self.task.environment(self.prompt)
+            self.builder = self._begin(_checked_prompt(await environment.reset(), self.task.vocab_size, max_tokens))
+        builder = self.builder
+        while True:
+            action, cut = await self._sample_turn()
+            with _blame_environment():
+                step = _checked_step(await environment.step(action), self.task.vocab_size)
+            builder.add_reward(step.reward)
+            self.turns += 1
+            fits = len(builder.tokens) + len(step.observation) <= max_tokens
+            if fits:
+                builder.add_observation(step.observation)
+            if step.done:
+                return Status.COMPLETED, dict(step.info)
+            if cut or not fits or len(builder.tokens) == max_tokens or self.turns == self.task.max_turns:
+                return Status.TRUNCATED, dict(step.info)
+
+    async def _sample_turn(self) -> tuple[list[int], bool]:
+        """Sample one turn into the builder; returns (its tokens, whether a budget of the run cut it off).
+
+        Reaching the task's own max_new_tokens is no cut: it is the task's format; the environment judges the action.
+        """
+        builder, settings, task = self.builder, self.settings, self.task
+        run_budget = min(settings.max_new_tokens, settings.max_tokens - len(builder.tokens))
+        budget = run_budget if task.max_new_tokens is None else min(run_budget, task.max_new_tokens)
+        action: list[int] = []
+        deadline = time.monotonic() + settings.request_timeout
+        while True:
+            answer = await self.client.generate(
+                builder.tokens, max_new_tokens=budget - len(action), temperature=settings.temperature,
+                stop_token_ids=task.stop_token_ids)
+            builder.add_action(answer.tokens, answer.logprobs, answer.versions)
+            action += answer.tokens
+            if answer.finish == "stop" and action:
+                return action, False
+            if len(action) >= budget:
+                return action, budget != task.max_new_tokens
+            if answer.finish != "abort":
+                raise RunError(f"an engine ended a request as {answer.finish!r} after {len(action)} of {budget} tokens")
+            if answer.tokens:
+                deadline = time.monotonic() + settings.request_timeout
+            elif time.monotonic() > deadline:
+                raise RunError("an engine kept aborting a request and sampled no new token for "
+                               f"{settings.request_timeout:.0f} s (rollout.request_timeout)")
+            else:
+                await asyncio.sleep(ABORT_PAUSE)
+
+
+def _checked_prompt(tokens: list[int], vocab_size: int, max_tokens: int) -> list[int]:
+    _check_ids(tokens, vocab_size, "prompt")
+    if not tokens:
+        raise ValueError("the environment's prompt is empty: reset() must return at least one token id")
+    if len(tokens) >= max_tokens:
+        raise ValueError(f"the prompt has {len(tokens)} tokens, which leaves none of rollout.max_tokens = {max_tokens} "
+                         "to sample")
+    return list(tokens)
+
+
+def _checked_step(step: Step, vocab_size: int) -> Step:
+    _check_ids(step.observation, vocab_size, "observation")
+    if not math.isfinite(step.reward):
+        raise ValueError(f"the environment's reward is {step.reward}: it must be finite")
+    return step
+
+
+def _check_ids(tokens: list[int], vocab_size: int, what: str) -> None:
+    """An id outside the vocabulary would kill the engine."""
+    for position, token in enumerate(tokens):
+        if not (isinstance(token, int) and 0 <= token < vocab_size):
+            raise ValueError(f"the environment's {what} has {token!r} at position {position}: "
+                             f"expected an int id in [0, {vocab_size})")

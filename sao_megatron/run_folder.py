@@ -1,0 +1,58 @@
+"""The files through which the processes of one run find each other: runs/<name>/."""
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from sao_megatron import config as run_config
+from sao_megatron.config import RunConfig
+from sao_megatron.errors import UserError
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    path: Path
+
+    @property
+    def config_path(self) -> Path:
+        """The resolved config: every process reads this, none the recipe."""
+        return self.path / "config.yaml"
+
+    @property
+    def engines_path(self) -> Path:
+        """JSON list of the engines' URLs, by index."""
+        return self.path / "engines.json"
+
+    @property
+    def store_path(self) -> Path:
+        return self.path / "trajectories.sqlite"
+
+    @property
+    def log_dir(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def summary_path(self) -> Path:
+        return self.path / "summary.json"
+
+    def config(self) -> RunConfig:
+        """Raises UserError if this is not the folder of a run."""
+        if not self.config_path.is_file():
+            raise UserError(f"{self.path} is not the folder of a run (it has no {self.config_path.name}): "
+                            f"give one that `sao-megatron train` made, such as runs/<name>")
+        return run_config.load(self.config_path)
+
+    def model_dir(self, config: RunConfig) -> Path:
+        """HF folder that engines, controller and learner read (weights/hf.py prepares it)."""
+        return config.model.path or self.path / "model"
+
+    def engine_urls(self) -> list[str]:
+        """Raises UserError if the engines were not placed yet."""
+        if not self.engines_path.is_file():
+            raise UserError(f"{self.engines_path} does not exist: `sao-megatron train` (or the cluster script) writes "
+                            f"the engines' URLs there before it starts the processes")
+        return json.loads(self.engines_path.read_text())
+
+    def place_engines(self, urls: list[str]) -> None:
+        self.engines_path.write_text(json.dumps(urls, indent=2) + "\n")

@@ -1,0 +1,264 @@
+"""The trajectory store: one SQLite file between the rollout side and the training side (DESIGN.md §3).
+
+A trajectory is `ready` when it is appended, `leased` by a learner, then `trained`; a stale one is `dropped`, one whose
+environment failed is `error`. Every method is one transaction, and writers queue for SQLite's single write lock, so any
+number of processes may open the file and any of them may be killed at any time: what `append` returned for is kept
+(WAL with synchronous=NORMAL: through a killed process; a power cut may cost the last moments, never consistency).
+Blobs have a table of their own, so that changing a state never rewrites them, and triggers keep the running totals,
+so that counting costs the same at the first trajectory and at the millionth. Nothing is ever deleted.
+"""
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sao_megatron.errors import RunError
+from sao_megatron.trajectory.types import Status, Trajectory, decode, encode
+
+SCHEMA_VERSION = 1
+STATES = ("ready", "leased", "trained", "dropped", "error")
+LOCK_TIMEOUT = 60.0  # seconds to wait for another process's write, which takes milliseconds
+
+_SCHEMA = f"""
+CREATE TABLE trajectories (
+    row INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, seq INTEGER NOT NULL, task TEXT NOT NULL, prompt_id TEXT NOT NULL,
+    group_id TEXT NOT NULL, status TEXT NOT NULL, state TEXT NOT NULL, reason TEXT, reward REAL, solved INTEGER,
+    num_tokens INTEGER NOT NULL, num_actions INTEGER NOT NULL, min_version INTEGER, max_version INTEGER,
+    created REAL NOT NULL, leased_by TEXT, step INTEGER);
+CREATE INDEX by_state ON trajectories (state, seq);
+CREATE TABLE blobs (row INTEGER PRIMARY KEY REFERENCES trajectories, blob BLOB NOT NULL);
+CREATE TABLE steps (step INTEGER PRIMARY KEY, version INTEGER NOT NULL, time REAL NOT NULL, metrics TEXT NOT NULL);
+CREATE TABLE evaluations (name TEXT NOT NULL, version INTEGER NOT NULL, episodes INTEGER NOT NULL,
+                          solved INTEGER NOT NULL, mean_reward REAL NOT NULL, time REAL NOT NULL);
+CREATE TABLE state (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE totals (key TEXT PRIMARY KEY, value INTEGER NOT NULL);
+INSERT INTO totals VALUES ('action_tokens', 0), {", ".join(f"('{state}', 0)" for state in STATES)};
+CREATE TRIGGER appended AFTER INSERT ON trajectories BEGIN
+    UPDATE totals SET value = value + 1 WHERE key = NEW.state;
+    UPDATE totals SET value = value + NEW.num_actions WHERE key = 'action_tokens'; END;
+CREATE TRIGGER moved AFTER UPDATE OF state ON trajectories BEGIN
+    UPDATE totals SET value = value - 1 WHERE key = OLD.state;
+    UPDATE totals SET value = value + 1 WHERE key = NEW.state; END;
+PRAGMA user_version = {SCHEMA_VERSION};
+"""
+
+
+class StepRow(NamedTuple):
+    step: int
+    version: int
+    """Weight version after the step."""
+    time: float
+    """Unix seconds."""
+    metrics: dict[str, Any]
+
+
+class EvaluationRow(NamedTuple):
+    name: str
+    version: int
+    episodes: int
+    solved: int
+    mean_reward: float
+    time: float
+    """Unix seconds."""
+
+
+class Summary(NamedTuple):
+    trained: int
+    """Trajectories trained, over all steps."""
+    mixed_version: int
+    """Those whose action tokens were sampled from more than one weight version."""
+    truncated: int
+    """Trained trajectories that a budget cut off."""
+    trained_tokens: int
+    """Action tokens of the trained trajectories."""
+    mean_reward: float | None
+    """Over the trained trajectories; None before the first step."""
+    reasons: dict[str, int]
+    """Trajectories that were dropped or failed, by reason."""
+
+
+class Store:
+    """A handle for one thread of one process. Raises RunError if the file is not a store of this schema version."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        try:
+            self._db = sqlite3.connect(self.path, timeout=LOCK_TIMEOUT, isolation_level=None)
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = NORMAL")
+            with self._transaction():
+                self._create_or_check()
+        except sqlite3.Error as error:
+            raise RunError(f"trajectory store {self.path} cannot be opened: {error}") from None
+
+    def _create_or_check(self) -> None:
+        (found,), (tables,) = self._one("PRAGMA user_version"), self._one("SELECT COUNT(*) FROM sqlite_schema")
+        if found == 0 and tables == 0:
+            statement = ""
+            for line in _SCHEMA.splitlines():  # executescript would commit the transaction
+                statement += line + "\n"
+                if sqlite3.complete_statement(statement):
+                    self._db.execute(statement)
+                    statement = ""
+        elif found != SCHEMA_VERSION:
+            raise RunError(f"trajectory store {self.path} has schema version {found}, expected {SCHEMA_VERSION}: "
+                           "start a new run, or use the package version that wrote it")
+
+    def close(self) -> None:
+        self._db.close()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    @contextmanager
+    def _transaction(self):
+        """The write lock from the first statement on: all or nothing."""
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+        except sqlite3.OperationalError as error:
+            raise RunError(f"trajectory store {self.path}: waited {LOCK_TIMEOUT:.0f} s for the write lock that another "
+                           f"process holds ({error})") from None
+        try:
+            yield
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
+
+    def _one(self, sql: str, *values) -> tuple:
+        return self._db.execute(sql, values).fetchone()
+
+    # Trajectories
+
+    def append(self, trajectory: Trajectory, seq: int) -> None:
+        """Add a finished trajectory; `seq` is its place in admission order. Adding an id again changes nothing."""
+        failed = trajectory.status is Status.ERROR
+        versions, solved = trajectory.action_versions, trajectory.info.get("solved")
+        row = dict(
+            id=trajectory.id, seq=seq, task=trajectory.task, prompt_id=trajectory.prompt_id,
+            group_id=trajectory.group_id, status=trajectory.status, state="error" if failed else "ready",
+            reason=trajectory.info.get("error") if failed else None,
+            reward=None if failed else trajectory.reward, solved=None if solved is None else int(solved),
+            num_tokens=len(trajectory), num_actions=len(versions),
+            min_version=int(versions.min()) if len(versions) else None,
+            max_version=int(versions.max()) if len(versions) else None, created=time.time())
+        blob = encode(trajectory)
+        with self._transaction():
+            added = self._db.execute(_INSERT, row)
+            if added.rowcount:
+                self._db.execute("INSERT INTO blobs VALUES (?, ?)", (added.lastrowid, blob))
+
+    def lease(self, count: int, owner: str, version: int, max_token_lag: int | None = None) -> list[Trajectory]:
+        """Take exactly `count` ready trajectories, lowest seq first; [] if fewer are ready.
+
+        `version` is the learner's weight version. Ready trajectories with a token from more than `max_token_lag`
+        versions before it are first marked dropped, reason "stale" (also where the answer is [], so that pacing gives
+        their places to new episodes).
+        """
+        with self._transaction():
+            if max_token_lag is not None:
+                self._db.execute("UPDATE trajectories SET state = 'dropped', reason = 'stale' "
+                                 "WHERE state = 'ready' AND min_version < ?", (version - max_token_lag,))
+            rows = [row for row, in self._db.execute(
+                "SELECT row FROM trajectories WHERE state = 'ready' ORDER BY seq, row LIMIT ?", (count,))]
+            if len(rows) < count:
+                return []
+            self._db.execute("UPDATE trajectories SET state = 'leased', leased_by = ? "
+                             "WHERE row IN (SELECT value FROM json_each(?))", (owner, json.dumps(rows)))
+        # Outside the transaction: reading large blobs must not keep the controller from appending.
+        return [decode(self._one("SELECT blob FROM blobs WHERE row = ?", row)[0]) for row in rows]
+
+    def release(self, owner: str | None = None) -> int:
+        """Return the leases of a dead learner (of every learner, without `owner`) to ready; how many there were."""
+        with self._transaction():
+            return self._db.execute("UPDATE trajectories SET state = 'ready', leased_by = NULL "
+                                    "WHERE state = 'leased' AND (?1 IS NULL OR leased_by = ?1)", (owner,)).rowcount
+
+    def mark_trained(self, step: int, version: int, ids: list[str], metrics: dict[str, Any]) -> None:
+        """Record learner step `step`, which trained `ids` and led to weight version `version`.
+
+        Raises RunError, and changes nothing, if the step exists or if any id is not leased: a trajectory is trained at
+        most once.
+        """
+        with self._transaction():
+            if self._one("SELECT 1 FROM steps WHERE step = ?", step):
+                raise RunError(f"trajectory store {self.path}: step {step} is already recorded: does another learner "
+                               "write to this run, or did this one restart from an older checkpoint?")
+            marked = self._db.execute("UPDATE trajectories SET state = 'trained', step = ? "
+                                      "WHERE state = 'leased' AND id IN (SELECT value FROM json_each(?))",
+                                      (step, json.dumps(ids))).rowcount
+            if marked != len(ids):
+                raise RunError(f"trajectory store {self.path}: step {step} names {len(ids)} trajectories, of which "
+                               f"{marked} are leased: every one must be leased, and is trained once")
+            self._db.execute("INSERT INTO steps VALUES (?, ?, ?, ?)", (step, version, time.time(), json.dumps(metrics)))
+
+    def counts(self) -> dict[str, int]:
+        """Number of trajectories in each of STATES."""
+        totals = dict(self._db.execute("SELECT key, value FROM totals"))
+        return {state: totals[state] for state in STATES}
+
+    def appended_tokens(self) -> int:
+        """Action tokens of all trajectories ever appended."""
+        return self._one("SELECT value FROM totals WHERE key = 'action_tokens'")[0]
+
+    def next_seq(self) -> int:
+        """One more than the highest seq so far."""
+        return self._one("SELECT COALESCE(MAX(seq), -1) + 1 FROM trajectories")[0]
+
+    # What the learner and the evaluation report
+
+    def steps(self, after: int = -1) -> list[StepRow]:
+        """Recorded steps above `after`, in order."""
+        rows = self._db.execute("SELECT step, version, time, metrics FROM steps WHERE step > ? ORDER BY step", (after,))
+        return [StepRow(step, version, when, json.loads(metrics)) for step, version, when, metrics in rows]
+
+    def add_evaluation(self, name: str, version: int, episodes: int, solved: int, mean_reward: float) -> None:
+        with self._transaction():
+            self._db.execute("INSERT INTO evaluations VALUES (?, ?, ?, ?, ?, ?)",
+                             (name, version, episodes, solved, mean_reward, time.time()))
+
+    def evaluations(self) -> list[EvaluationRow]:
+        """In the order in which they were added."""
+        return [EvaluationRow(*row) for row in self._db.execute("SELECT * FROM evaluations ORDER BY rowid")]
+
+    def summary_rows(self) -> Summary:
+        """What a run's summary needs of the trajectories; decodes no blob."""
+        totals = self._one("SELECT COUNT(*), COALESCE(SUM(min_version < max_version), 0), "
+                           "COALESCE(SUM(status = 'truncated'), 0), COALESCE(SUM(num_actions), 0), AVG(reward) "
+                           "FROM trajectories WHERE state = 'trained'")
+        reasons = self._db.execute("SELECT COALESCE(reason, ''), COUNT(*) FROM trajectories "
+                                   "WHERE state IN ('dropped', 'error') GROUP BY 1 ORDER BY 2 DESC")
+        return Summary(*totals, reasons=dict(reasons))
+
+    # Small shared facts
+
+    def get_state(self, key: str, default: Any = None) -> Any:
+        row = self._one("SELECT value FROM state WHERE key = ?", key)
+        return default if row is None else json.loads(row[0])
+
+    def set_state(self, key: str, value: Any) -> None:
+        """Set `key` to a JSON-able value."""
+        with self._transaction():
+            self._db.execute("INSERT OR REPLACE INTO state VALUES (?, ?)", (key, json.dumps(value)))
+
+    def set_published(self, version: int, step: int) -> None:
+        """Say that the engines now serve weight `version`, which includes `step` learner steps."""
+        self.set_state("published", [version, step])
+
+    def published(self) -> tuple[int, int] | None:
+        """(version, number of learner steps it includes), or None before the first publication."""
+        row = self.get_state("published")
+        return None if row is None else (row[0], row[1])
+
+
+_COLUMNS = ("id", "seq", "task", "prompt_id", "group_id", "status", "state", "reason", "reward", "solved", "num_tokens",
+            "num_actions", "min_version", "max_version", "created")
+_INSERT = (f"INSERT INTO trajectories ({', '.join(_COLUMNS)}) VALUES ({', '.join(f':{name}' for name in _COLUMNS)}) "
+           f"ON CONFLICT (id) DO NOTHING")

@@ -1,0 +1,250 @@
+"""The supervisor and the watch over real child processes: nothing outlives a run, and a failure names its cause."""
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from sao_megatron import config as run_config
+from sao_megatron import launcher
+from sao_megatron.errors import RunError, UserError
+from sao_megatron.supervisor import ProcessSpec, Supervisor, last_words
+from sao_megatron.telemetry.progress import Progress
+from sao_megatron.trajectory.store import Store
+
+DEADLINE = 30.0
+
+SLEEP = "import time; time.sleep(600)"
+FAMILY = """
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print("ready", flush=True)
+time.sleep(600)
+"""
+DEAF = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+def python(name: str, code: str, *arguments: object) -> ProcessSpec:
+    return ProcessSpec(name, [sys.executable, "-c", code, *map(str, arguments)])
+
+
+def until(condition, what: str) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {DEADLINE:.0f} s for {what}"
+        time.sleep(0.02)
+
+
+def wait_ready(supervisor: Supervisor, name: str) -> None:
+    until(lambda: b"ready" in supervisor.log_path(name).read_bytes(), f"{name} to be ready")
+
+
+def alive(pids) -> list[int]:
+    return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+
+
+def descendants() -> list[int]:
+    return [process.pid for process in psutil.Process().children(recursive=True)]
+
+
+# If this fails, an engine's own subprocesses keep running, and keep the GPU, after the run has ended.
+def test_stop_ends_children_and_grandchildren(tmp_path):
+    with Supervisor(tmp_path) as supervisor:
+        supervisor.start([python("family", FAMILY)])
+        wait_ready(supervisor, "family")
+        pids = descendants()
+        assert len(pids) == 2
+    assert not alive(pids)
+
+
+# If this fails, what a crashed process had started is left behind: its parent can no longer be asked for it.
+def test_stop_ends_what_a_dead_child_started(tmp_path):
+    with Supervisor(tmp_path) as supervisor:
+        supervisor.start([python("family", FAMILY)])
+        wait_ready(supervisor, "family")
+        pids = descendants()
+        (leader,) = [process.pid for process in psutil.Process().children()]
+        os.kill(leader, signal.SIGKILL)
+        until(supervisor.poll, "the leader to end")
+        assert supervisor.poll() == {"family": -signal.SIGKILL}
+        assert len(alive(pids)) == 1
+    assert not alive(pids)
+
+
+# If this fails, a process that ignores SIGTERM hangs the end of the run.
+def test_stop_kills_after_the_grace(tmp_path):
+    with Supervisor(tmp_path, grace=0.3) as supervisor:
+        supervisor.start([python("deaf", DEAF)])
+        wait_ready(supervisor, "deaf")
+        pids = descendants()
+    assert not alive(pids)
+
+
+# If one fails, Ctrl-C or a terminated launcher (even a killed one) leaves processes behind, or hides why it ended.
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_signals_to_the_launcher(tmp_path, number, code):
+    script = textwrap.dedent(f"""
+        import sys, time
+        from pathlib import Path
+        from sao_megatron.supervisor import ProcessSpec, Supervisor
+        try:
+            with Supervisor(Path({str(tmp_path)!r})) as supervisor:
+                supervisor.start([ProcessSpec(name, [sys.executable, "-c", {SLEEP!r}]) for name in ("one", "two")])
+                print("started", flush=True)
+                while True:
+                    supervisor.poll()
+                    time.sleep(0.05)
+        except KeyboardInterrupt:
+            sys.exit(130)
+        """)
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "started\n"
+        pids = [child.pid for child in psutil.Process(process.pid).children()]
+        assert len(pids) == 2
+        process.send_signal(number)
+        assert process.wait(DEADLINE) == code
+        until(lambda: not alive(pids), "the children to end")
+
+
+# If this fails, a failed run says only that something failed.
+def test_failure_names_process_code_reason_and_log(tmp_path):
+    with Supervisor(tmp_path) as supervisor:
+        supervisor.start([python("learner-0", "print('step 3'); raise ValueError('no such tensor')")])
+        until(supervisor.poll, "the child to end")
+        message = str(supervisor.failure(["learner-0"]))
+    first = message.splitlines()[0]
+    assert first.startswith("learner-0 ended unexpectedly with exit code 1: ValueError: no such tensor; its log is ")
+    assert first.endswith("learner-0.log")
+    assert "ValueError" in message.splitlines()[-1]
+
+
+# If this fails, the blame falls on a process that died of another's death.
+def test_failure_blames_the_first_to_die(tmp_path):
+    with Supervisor(tmp_path) as supervisor:
+        supervisor.start([python("learner-1", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")])
+        until(supervisor.poll, "learner-1 to end")
+        supervisor.start([python("learner-0", "raise ConnectionError('peer closed')")])
+        until(lambda: len(supervisor.poll()) == 2, "learner-0 to end")
+        message = str(supervisor.failure(["learner-0", "learner-1"]))
+    assert message.startswith("learner-1 ended unexpectedly with signal SIGKILL (then also learner-0): "
+                              "its log is empty")
+
+
+# If one fails, the reason that a log holds is not the one that is shown.
+@pytest.mark.parametrize(("log", "reason"), [
+    ("a\nsao-megatron: store x is locked\n", "store x is locked"),
+    ("[t] Scheduler hit an exception: Traceback (most recent call last):\n  File \"a\", line 1\n    f()\n"
+     "KeyError: 'x'\n\n[t] SIGQUIT received\n", "KeyError: 'x'"),
+    ("Traceback (most recent call last):\n  f()\nA: 1\nDuring handling of the above exception, another exception "
+     "occurred:\nTraceback (most recent call last):\n  g()\nB: 2\n", "B: 2"),
+    ("one\ntwo\n", "two"),
+    ("Traceback (most recent call last):\n  f(", "f("),
+    ("", "its log is empty"),
+])
+def test_last_words(tmp_path, log, reason):
+    (tmp_path / "x.log").write_text(log)
+    assert last_words(tmp_path / "x.log")[0] == reason
+
+
+@pytest.fixture
+def config(tmp_path):
+    return run_config.parse({"name": "test", "runs_dir": str(tmp_path), "steps": 2, "task": {"name": "guess_number"},
+                             "model": {"path": "nowhere"}, "algorithm": {"critic_only_steps": 0}})
+
+
+FINISH = """
+import sys
+from sao_megatron.trajectory.store import Store
+Store(sys.argv[1]).set_state("learner_finished", True)
+"""
+FOLLOW = """
+import sys, time
+from sao_megatron.trajectory.store import Store
+store = Store(sys.argv[1])
+while not store.get_state("learner_finished", False):
+    time.sleep(0.05)
+"""
+
+
+def watch(config, tmp_path: Path, learner: str, controller: str, engine: str = SLEEP) -> None:
+    """Watch three small programs in the places of a run's processes."""
+    path = tmp_path / "store.sqlite"
+    plan = launcher.Plan([python("engine-0", engine)], python("controller", controller, path),
+                         [python("learner-0", learner, path)], ["http://127.0.0.1:9"])
+    with Store(path) as store, Supervisor(tmp_path / "logs") as supervisor:
+        supervisor.start(plan.processes)
+        launcher.Watch(config, plan, store, supervisor, Progress(2)).until_done()
+
+
+# If this fails, a run that is done never ends, or ends as failed.
+def test_watch_ends_with_learner_and_controller(config, tmp_path):
+    watch(config, tmp_path, FINISH, FOLLOW)
+    assert not alive(descendants())
+
+
+# If one fails, a run goes on without one of its parts, or says done though it is not.
+@pytest.mark.parametrize(("name", "code", "how"), [
+    ("learner", "raise RuntimeError('boom')", "learner-0 ended unexpectedly with exit code 1: RuntimeError: boom"),
+    ("learner", "print('early')", "learner-0 ended unexpectedly with exit code 0: early"),
+    ("controller", "print('early')", "controller ended unexpectedly with exit code 0: early"),
+    ("engine", "raise SystemExit('no memory')", "engine-0 ended unexpectedly with exit code 1: no memory"),
+])
+def test_watch_stops_when_a_process_dies(config, tmp_path, name, code, how):
+    programs = {"learner": SLEEP, "controller": SLEEP, "engine": SLEEP} | {name: code}
+    with pytest.raises(RunError, match=how):
+        watch(config, tmp_path, **programs)
+    assert not alive(descendants())
+
+
+# If this fails, an engine that never gets ready holds the run for ever.
+def test_watch_gives_an_engine_a_deadline(config, tmp_path):
+    config.engine.start_timeout = 0.1
+    with pytest.raises(RunError, match=r"engine-0 at http://127.0.0.1:9 is not healthy after 0 s"):
+        watch(config, tmp_path, SLEEP, SLEEP)
+
+
+# If this fails, a second run writes into the first one's folder.
+def test_run_folder_is_never_reused(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"{{name: used, runs_dir: {tmp_path}, task: {{name: guess_number}}, model: {{path: nowhere}}}}")
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "config.yaml").touch()
+    with pytest.raises(UserError, match="used exists already: give this run another name"):
+        launcher.train(recipe, [])
+
+
+# If one fails, a mistake is found only after the processes have started, or a refused try keeps the name.
+@pytest.mark.parametrize(("override", "message"), [
+    ("model.path=nowhere", "model.path: folder nowhere does not exist"),
+    ("algorithm.preset=soa", "algorithm: unknown preset 'soa'; known: sao"),
+    ("task.name=guess_nmber", "guess_nmber"),
+    ("task.options={trns: 3}", "trns"),
+    ("parallel={ranks: 3, tp: 3}", "parallel.tp=3 does not divide the model's attention heads"),
+    ("model.fresh.vocab_size=16", "the model's vocabulary has 16"),
+    ("engine.port=1", "engine.port=1: port 1 of 192.0.2.1 cannot be used"),
+])
+def test_refused_before_anything_starts(tmp_path, override, message):
+    fresh = json.dumps(
+        {"architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 32, "hidden_size": 64, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 8, "num_experts_per_tok": 2,
+         "moe_intermediate_size": 32, "head_dim": 16, "intermediate_size": 64, "norm_topk_prob": True,
+         "rms_norm_eps": 1e-6, "hidden_act": "silu", "decoder_sparse_step": 1, "mlp_only_layers": [],
+         "attention_bias": False, "max_position_embeddings": 512})
+    recipe = tmp_path / "recipe.yaml"
+    model = "{}" if override.startswith("model.path") else f'{{"fresh": {fresh}}}'
+    recipe.write_text(f"{{name: refused, runs_dir: {tmp_path}, task: {{name: guess_number}}, model: {model}, "
+                      f"engine: {{host: 192.0.2.1}}}}")  # an address of no machine: no port of it can be bound
+    with pytest.raises(UserError, match=message):
+        launcher.train(recipe, [override])
+    assert not (tmp_path / "refused").exists()

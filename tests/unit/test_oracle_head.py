@@ -1,0 +1,126 @@
+"""The one-pass head (log-prob, gate and gradients in chunks, float32) against float64 log_softmax and autograd."""
+import numpy as np
+import oracles
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sao_megatron.algorithm.objective import NegativeLogLikelihood, PolicyGradient
+from sao_megatron.learner.logprob import one_pass_head
+
+EPS_LOW, EPS_HIGH = 0.3, 5.0
+INSIDE, OUTSIDE = [-0.3, -0.1, 0.0, 0.4, 1.6], [-700.0, -3.0, -0.5, 1.9, 2.5, 700.0]  # log-ratios, off the bounds
+
+
+class OneRank:
+    """Stand-in for a process group of one."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+def problem(seed: int, n: int, vocab: int, width: int, temperature: float, log_ratios: list[float]):
+    """float32 hidden, weight, targets, advantages, rollout log-probs such that log r is one of `log_ratios`."""
+    rng = np.random.default_rng(seed)
+    hidden = torch.from_numpy(rng.normal(size=(n, width)).astype(np.float32))
+    weight = torch.from_numpy(rng.normal(size=(vocab, width)).astype(np.float32) / width**0.5)
+    targets = torch.from_numpy(rng.integers(0, vocab, n))
+    advantages = torch.from_numpy(rng.normal(size=n).astype(np.float32))
+    exact = torch.log_softmax(hidden.double() @ weight.double().T / temperature, -1)[torch.arange(n), targets]
+    rollout = (exact - torch.from_numpy(rng.choice(log_ratios, n))).float()
+    return hidden, weight, targets, advantages, rollout
+
+
+def reference(hidden, weight, targets, coefficients_of, temperature, entropy_coef):
+    """Loss −Σ sg[c]·log π − β·Σ H in float64 by autograd: (loss, log-probs, entropy [n], [d hidden, d weight])."""
+    hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    logprobs = torch.log_softmax(hidden @ weight.T / temperature, -1)
+    chosen = logprobs[torch.arange(len(targets)), targets]
+    entropy = -(logprobs.exp() * logprobs).sum(-1)
+    policy_loss = -(torch.from_numpy(coefficients_of(chosen.detach().numpy())) * chosen).sum()
+    loss = policy_loss - entropy_coef * entropy.sum()
+    loss.backward()
+    return loss.detach(), chosen.detach(), entropy.detach(), [hidden.grad, weight.grad]
+
+
+def one_pass(hidden, weight, targets, objective, temperature, chunk):
+    """(HeadOutput, [d hidden, d weight]) in float32."""
+    hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    output = one_pass_head(hidden, weight, targets, objective, OneRank(), temperature, chunk)
+    output.loss.backward()
+    return output, [hidden.grad, weight.grad]
+
+
+def assert_same_gradients(got: list[torch.Tensor], expected: list[torch.Tensor]):
+    """To 1e-5 of each gradient's largest entry."""
+    for mine, theirs in zip(got, expected, strict=True):
+        scale = theirs.abs().max().item() if theirs.numel() else 0.0
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-5 * scale)
+
+
+@pytest.mark.parametrize("gate", ["dis", "dis_recover"])
+@pytest.mark.parametrize("log_ratios", [INSIDE, INSIDE + OUTSIDE, OUTSIDE], ids=["kept", "mixed", "dropped"])
+def test_property_one_pass_head_equals_oracle(gate, log_ratios):
+    """Fails if the fused head's log-probs, loss or gradients are not those of the DIS loss at any chunk size."""
+    @settings(max_examples=25, deadline=None)
+    @given(seed=st.integers(0, 2**32 - 1), n=st.integers(0, 23), vocab=st.integers(2, 60), width=st.integers(1, 12),
+           chunk=st.integers(1, 9), temperature=st.sampled_from([1.0, 0.7, 1.3]), anchor=st.sampled_from([0.0, 0.1]),
+           entropy_coef=st.sampled_from([0.0, 0.01]))
+    def check(seed, n, vocab, width, chunk, temperature, anchor, entropy_coef):
+        hidden, weight, targets, advantages, rollout = problem(seed, n, vocab, width, temperature, log_ratios)
+        objective = PolicyGradient(rollout, advantages, gate, EPS_LOW, EPS_HIGH, anchor, entropy_coef)
+
+        def coefficients(logprobs):
+            return oracles.coefficients(logprobs - rollout.double().numpy(), advantages.double().numpy(),
+                                        EPS_LOW, EPS_HIGH, gate == "dis_recover", anchor)
+        loss, logprobs, entropy, expected = reference(hidden, weight, targets, coefficients, temperature, entropy_coef)
+        output, gradients = one_pass(hidden, weight, targets, objective, temperature, chunk)
+        np.testing.assert_allclose(output.logprobs.detach(), logprobs, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(output.entropy.detach(), entropy, rtol=1e-6, atol=2e-6)
+        np.testing.assert_allclose(output.loss.item(), loss.item(), rtol=1e-5, atol=1e-5)
+        assert_same_gradients(gradients, expected)
+    check()
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), n=st.integers(0, 20), chunk=st.integers(1, 9))
+def test_property_supervised_head_equals_oracle(seed, n, chunk):
+    """Fails if the warm-up's gradient is not that of −Σ log π."""
+    hidden, weight, targets, *_ = problem(seed, n, 17, 6, 1.0, [0.0])
+    loss, _, _, expected = reference(hidden, weight, targets, np.ones_like, 1.0, 0.0)
+    output, gradients = one_pass(hidden, weight, targets, NegativeLogLikelihood(), 1.0, chunk)
+    np.testing.assert_allclose(output.loss.item(), loss.item(), rtol=1e-5, atol=1e-6)
+    assert_same_gradients(gradients, expected)
+
+
+def test_oracle_all_dropped_gives_exactly_no_gradient():
+    """Fails if dropped tokens move the weights (PPO's fault that DIS avoids) or extreme ratios make a NaN."""
+    hidden, weight, targets, advantages, rollout = problem(1, 12, 30, 8, 1.0, [-700.0, 700.0])
+    output, (hidden_grad, weight_grad) = one_pass(hidden, weight, targets, PolicyGradient(rollout, advantages), 1.0, 5)
+    assert output.loss.item() == 0
+    assert not hidden_grad.any() and not weight_grad.any()
+
+
+def test_oracle_empty_rank_has_a_zero_loss_with_gradients():
+    """Fails if a rank whose micro-batch is only padding has no gradient to reduce, or divides by its zero tokens."""
+    hidden, weight, targets, advantages, rollout = problem(2, 0, 30, 8, 1.0, [0.0])
+    output, (hidden_grad, weight_grad) = one_pass(hidden, weight, targets, PolicyGradient(rollout, advantages), 1.0, 5)
+    assert output.loss.item() == 0 and output.logprobs.shape == (0,)
+    assert hidden_grad.shape == (0, 8) and weight_grad.shape == (30, 8) and not weight_grad.any()
+
+
+def test_oracle_loss_divided_by_all_actions_is_the_documents_loss():
+    """Fails if loss/N is not L(θ) of §1 with N counting dropped tokens, or its gradient not the oracle's by hand."""
+    hidden, weight, targets, advantages, rollout = problem(3, 14, 21, 5, 1.0, INSIDE + OUTSIDE)
+    logits = (hidden.double() @ weight.double().T).numpy()
+    logprobs = oracles.log_softmax(logits)[range(14), targets]
+    c = oracles.coefficients(logprobs - rollout.double().numpy(), advantages.double().numpy(), EPS_LOW, EPS_HIGH)
+    output, (hidden_grad, weight_grad) = one_pass(hidden, weight, targets, PolicyGradient(rollout, advantages), 1.0, 4)
+    np.testing.assert_allclose(output.loss.item() / 14, oracles.policy_loss(logits, targets.numpy(), c), rtol=1e-5)
+    by_logits = torch.from_numpy(oracles.policy_loss_gradient(logits, targets.numpy(), c))
+    assert_same_gradients([hidden_grad / 14, weight_grad / 14],
+                          [by_logits @ weight.double(), by_logits.T @ hidden.double()])

@@ -1,0 +1,75 @@
+"""`micro_batches`: a deterministic, balanced partition of the global batch over data parallel ranks."""
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sao_megatron.trajectory.packing import micro_batches
+from sao_megatron.trajectory.types import TrajectoryBuilder
+
+quick = settings(max_examples=60, deadline=None)
+
+
+def trajectory(prompt: int, actions: int):
+    builder = TrajectoryBuilder([1] * prompt, "p", "t")
+    builder.add_action([2] * actions, [-0.5] * actions, [0] * actions)
+    return builder.build()
+
+
+batches = st.lists(st.builds(trajectory, st.integers(1, 4), st.integers(1, 20)), max_size=14)
+cases = given(batch=batches, dp_size=st.integers(1, 5), budget=st.integers(1, 40), multiple=st.sampled_from([1, 2, 8]),
+              equal=st.booleans())
+
+
+def all_ranks(batch, dp_size, budget, multiple, equal):
+    return [micro_batches(batch, dp_size, rank, budget, multiple, equal) for rank in range(dp_size)]
+
+
+@quick
+@cases
+def test_property_micro_batches_are_a_partition(batch, dp_size, budget, multiple, equal):
+    """Fails if a trajectory is trained twice or not at all, or the ranks would wait for one another for ever."""
+    ranks = all_ranks(batch, dp_size, budget, multiple, equal)
+    seen = [t.id for rank in ranks for micro in rank for t in micro.trajectories]
+    assert sorted(seen) == sorted(t.id for t in batch)
+    counts = {len(rank) for rank in ranks}
+    assert len(counts) == 1 and counts.pop() >= 1
+
+
+@quick
+@cases
+def test_property_micro_batches_respect_budget_and_multiple(batch, dp_size, budget, multiple, equal):
+    """Fails if a micro-batch overruns its memory, its length cannot be split, or shapes differ where they must not."""
+    every = [micro for rank in all_ranks(batch, dp_size, budget, multiple, equal) for micro in rank]
+    for micro in every:
+        held = sum(len(t) for t in micro.trajectories)
+        assert held <= budget or len(micro.trajectories) == 1
+        assert len(micro.tokens) > 0 and len(micro.tokens) % multiple == 0
+        assert len(micro.tokens) >= held
+        assert equal or len(micro.tokens) - max(held, 1) < multiple
+        assert len(micro.tokens) == len(micro.positions) == micro.cu_seqlens[-1]
+        assert (np.diff(micro.cu_seqlens) > 0).all()
+    if equal:
+        assert len({len(micro.tokens) for micro in every}) == 1
+
+
+@quick
+@cases
+def test_property_micro_batches_are_deterministic(batch, dp_size, budget, multiple, equal):
+    """Fails if two ranks that compute the partition for themselves could disagree."""
+    def ids():
+        return [[[t.id for t in micro.trajectories] for micro in rank]
+                for rank in all_ranks(list(batch), dp_size, budget, multiple, equal)]
+    assert ids() == ids()
+
+
+@quick
+@given(batches, st.integers(1, 5))
+def test_property_ranks_carry_similar_loads(batch, dp_size):
+    """Fails if loads differ by more than one trajectory, or a rank idles while another holds two."""
+    loads, counts = [], []
+    for rank in range(dp_size):
+        members = [t for micro in micro_batches(batch, dp_size, rank, 40) for t in micro.trajectories]
+        loads.append(sum(map(len, members)))
+        counts.append(len(members))
+    assert max(loads) - min(loads) <= max((len(t) for t in batch), default=0)
+    assert min(counts) > 0 or max(counts) <= 1
