@@ -229,7 +229,8 @@ def load(path: str | Path, overrides: list[str] = ()) -> RunConfig:
     """Read a recipe and apply `a.b=value` overrides (values are YAML). Raises UserError naming the key at fault."""
     path = Path(path)
     if not path.is_file():
-        raise UserError(f"recipe {path} does not exist: give the path of a YAML file such as configs/guess-number-cpu.yaml")
+        raise UserError(f"recipe {path} does not exist: give the path of a YAML file such as "
+                        f"configs/guess-number-cpu.yaml")
     try:
         data = yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:

@@ -45,7 +45,7 @@ def dis(log_ratio: Tensor, advantage: Tensor, eps_low: float, eps_high: float) -
 
 
 def dis_recover(log_ratio: Tensor, advantage: Tensor, eps_low: float, eps_high: float) -> Gated:
-    """DIS that keeps, at the band's edge, dropped tokens whose update brings the ratio back (§8; ours, not the paper's).
+    """DIS that keeps, at the band's edge, tokens whose update brings the ratio back (§8; ours, not the paper's).
 
     f = 1 − ε_l if r ≤ 1 − ε_l and Â > 0; f = 1 if r ≥ 1 + ε_h and Â < 0; otherwise as DIS.
     """

@@ -77,6 +77,9 @@ def _start_children_by_fork() -> None:
 def main(arguments: list[str]) -> None:
     """Serve until terminated; `arguments` are those of `sglang.launch_server`."""
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    # Upstream gap: with tp > 1 SGLang opens NCCL wherever its library is installed, GPU or not, and fails on device
+    # "cpu"; where the library cannot be loaded it goes without.
+    os.environ["SGLANG_NCCL_SO_PATH"] = "none: this machine computes on its CPU"
     _stand_in_torchvision()
     _stand_in_sgl_kernel()
     from sglang.launch_server import run_server

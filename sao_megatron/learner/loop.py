@@ -15,7 +15,6 @@ from sao_megatron.config import RunConfig
 from sao_megatron.errors import RunError
 from sao_megatron.learner.trainer import Trainer
 from sao_megatron.run_folder import RunFolder
-from sao_megatron.telemetry.statistics import Statistics
 from sao_megatron.telemetry.tensorboard import StepWriter
 from sao_megatron.trajectory.store import Store
 from sao_megatron.trajectory.types import Trajectory, decode, encode
@@ -56,7 +55,7 @@ class Learner:
         self.writer = StepWriter(folder.path / "tensorboard") if self.is_head else None
 
     def warm_up(self, task) -> None:
-        """Supervised steps on the task's demonstrations (ALGORITHM.md has none: this gives a fresh model the format)."""
+        """Supervised steps on the task's demonstrations: they give a fresh model the format, not the skill."""
         section = self.config.warmup
         if not section.steps:
             return
@@ -158,7 +157,7 @@ class Learner:
 
 
 def _batch_metrics(trajectories: list[Trajectory], version: int) -> dict[str, float]:
-    """What the batch is like, before any gate: outcomes, sizes, lags (versions behind the learner, per action token)."""
+    """What the batch is like before any gate: outcomes, sizes, lags (in versions, over action tokens)."""
     lags = np.concatenate([version - t.action_versions for t in trajectories])
     return {
         "reward/mean": float(np.mean([t.reward for t in trajectories])),

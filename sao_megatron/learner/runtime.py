@@ -1,4 +1,4 @@
-"""The only module that knows the device: NCCL and TransformerEngine where there is a GPU, Gloo and plain torch where not.
+"""What depends on the device: NCCL and TransformerEngine where there is a GPU, Gloo and plain torch where not.
 
 Import this before anything of Megatron-Core: without a GPU it first makes Megatron run on the CPU.
 """

@@ -19,7 +19,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class PackedAttention(MegatronModule):
-    """Causal attention on packed sequences: [t, heads, d] is spread to [sequences, longest, heads, d] for one SDPA call.
+    """Causal attention on packed sequences: [t, heads, d] is spread to [sequences, longest, heads, d] for one call.
 
     Padding lies after each sequence, so the causal mask alone keeps it out of every real token's attention.
     """

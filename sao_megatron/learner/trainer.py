@@ -38,8 +38,8 @@ class Optimized:
         config = ddp.config
         self.ddp = ddp
         self.optimizer = get_megatron_optimizer(OptimizerConfig(
-            optimizer="adam", lr=adam.lr, min_lr=adam.lr * adam.min_lr_ratio, weight_decay=adam.weight_decay, adam_beta1=adam.beta1,
-            adam_beta2=adam.beta2, adam_eps=adam.eps, clip_grad=adam.clip_grad, bf16=config.bf16,
+            optimizer="adam", lr=adam.lr, min_lr=adam.lr * adam.min_lr_ratio, weight_decay=adam.weight_decay,
+            adam_beta1=adam.beta1, adam_beta2=adam.beta2, adam_eps=adam.eps, clip_grad=adam.clip_grad, bf16=config.bf16,
             params_dtype=config.params_dtype, use_distributed_optimizer=True), [ddp], use_gloo_process_groups=False)
         self.scheduler = OptimizerParamScheduler(
             self.optimizer, init_lr=0.0, max_lr=adam.lr, min_lr=adam.lr * adam.min_lr_ratio,

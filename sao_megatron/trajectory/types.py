@@ -52,7 +52,7 @@ class Trajectory:
         for name, dtype in _ARRAYS.items():
             array = np.asarray(getattr(self, name))
             if array.ndim != 1 or len(array) != len(self.tokens):
-                self._fault(name, f"has shape {array.shape}, expected one dimension of len(tokens) = {len(self.tokens)}")
+                self._fault(name, f"has shape {array.shape}, expected ({len(self.tokens)},), one entry per token")
             setattr(self, name, array.astype(dtype, copy=False))
         self.status = Status(self.status)
         if self.status is Status.ERROR:
@@ -66,7 +66,8 @@ class Trajectory:
             self._fault("action_mask", "marks token 0, which nothing precedes: a prompt has at least one token")
         logprobs = self.rollout_logprobs[action]
         if not np.isfinite(logprobs).all():
-            self._fault("rollout_logprobs", f"is not finite at action token {np.flatnonzero(action)[~np.isfinite(logprobs)][0]}")
+            where = np.flatnonzero(action)[~np.isfinite(logprobs)][0]
+            self._fault("rollout_logprobs", f"is not finite at position {where}, an action token")
         if (logprobs > 1e-3).any():
             self._fault("rollout_logprobs", f"is positive ({logprobs.max():.4g}): a log-prob is at most 0")
         if (self.versions[action] < 0).any():
@@ -121,7 +122,8 @@ class TrajectoryBuilder:
     def add_action(self, tokens: list[int], logprobs: list[float], versions: list[int]) -> None:
         """Append sampled tokens with their log-probs and weight versions (three lists of one length)."""
         if not len(tokens) == len(logprobs) == len(versions):
-            raise ValueError(f"action of {len(tokens)} tokens came with {len(logprobs)} log-probs and {len(versions)} versions")
+            raise ValueError(f"action of {len(tokens)} tokens came with {len(logprobs)} log-probs and "
+                             f"{len(versions)} versions")
         self._extend(tokens, logprobs, versions)
 
     def add_observation(self, tokens: list[int]) -> None:

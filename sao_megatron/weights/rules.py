@@ -59,7 +59,9 @@ class Family:
     def __post_init__(self):
         for rule in self.rules:
             for name in rule.megatron:
-                pattern = re.escape(name).replace(r"\{layer\}", r"(?P<layer>\d+)").replace(r"\{expert\}", r"(?P<expert>\d+)")
+                pattern = re.escape(name)
+                for index in ("layer", "expert"):
+                    pattern = pattern.replace(rf"\{{{index}\}}", rf"(?P<{index}>\d+)")
                 self._patterns.append((re.compile(pattern + "$"), rule))
 
     def find(self, global_name: str) -> tuple[Rule, tuple[str, ...]]:

@@ -6,8 +6,15 @@ import pickle
 
 import numpy as np
 import pytest
-from reference import (fate_counts, hf_gradients, hf_logprobs, make_model, make_trajectories, naive_policy_loss,
-                       set_rollout_logprobs)
+from reference import (
+    fate_counts,
+    hf_gradients,
+    hf_logprobs,
+    make_model,
+    make_trajectories,
+    naive_policy_loss,
+    set_rollout_logprobs,
+)
 
 LAYOUTS = {
     1: [dict(name="one", budget=10_000), dict(name="one, many micro-batches", budget=40),
@@ -17,7 +24,8 @@ LAYOUTS = {
         dict(name="tp2 ep2 etp1", tp=2, ep=2, budget=70), dict(name="tp2 etp2", tp=2, etp=2, budget=90),
         dict(name="tp2 ep2 tied, allgather", tp=2, ep=2, budget=130, tied=True, dispatcher="allgather"),
         dict(name="pp2", pp=2, budget=80),
-        dict(name="pp2, allgather", pp=2, budget=80, dispatcher="allgather"), dict(name="pp2 tied", pp=2, budget=60, tied=True)],
+        dict(name="pp2, allgather", pp=2, budget=80, dispatcher="allgather"),
+        dict(name="pp2 tied", pp=2, budget=60, tied=True)],
     4: [dict(name="tp2 ep2 etp2", tp=2, ep=2, etp=2, budget=90), dict(name="pp2 ep2", pp=2, ep=2, budget=75)],
 }
 
