@@ -51,11 +51,16 @@ def spread(per_trajectory: Tensor, lengths: Tensor) -> Tensor:
 
 
 def group_advantage(outcomes: Tensor, groups: Tensor, eps: float = 1e-6) -> Tensor:
-    """(R − mean)/(std + eps) within each group; population std. outcomes, groups (ids): [trajectories]."""
+    """(R − mean)/(std + eps) within each group; population std, computed in float64 so that equal outcomes give 0.
+
+    outcomes, groups (integer ids): [trajectories]. Returns float32 [trajectories].
+    """
+    outcomes = outcomes.double()
     _, index, count = torch.unique(groups, return_inverse=True, return_counts=True)
-    mean = torch.zeros(len(count)).index_add(0, index, outcomes) / count
-    variance = torch.zeros(len(count)).index_add(0, index, (outcomes - mean[index]) ** 2) / count
-    return (outcomes - mean[index]) / (variance.sqrt()[index] + eps)
+    zero = torch.zeros(len(count), dtype=torch.float64)
+    mean = zero.index_add(0, index, outcomes) / count
+    variance = zero.index_add(0, index, (outcomes - mean[index]) ** 2) / count
+    return ((outcomes - mean[index]) / (variance.sqrt()[index] + eps)).float()
 
 
 def _pad(lengths: Tensor):

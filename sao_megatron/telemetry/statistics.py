@@ -37,7 +37,8 @@ class Statistics:
         bucket = np.searchsorted(LAG_EDGES, lag, side="right") - 1
         np.add.at(self.fates, (bucket, fate), 1)
         self.log_ratio += np.histogram(log_ratio, LOG_RATIO_EDGES)[0]
-        self.add(tokens=len(lag), weight=weight, weight_squared=np.square(weight, dtype=np.float64), lag=lag,
+        kept_ratio = np.exp(log_ratio[fate == Fate.KEPT], dtype=np.float64)  # inside the band, so never extreme
+        self.add(tokens=len(lag), weight=weight, kept_ratio=kept_ratio, weight_squared=np.square(weight, dtype=np.float64), lag=lag,
                  entropy=entropy, log_ratio=log_ratio, log_ratio_abs=np.abs(log_ratio))
 
     def to_vector(self) -> np.ndarray:
@@ -60,7 +61,7 @@ class Statistics:
             "mask/recovered": share[Fate.RECOVERED],
             "mask/dropped": share[Fate.DROPPED_LOW] + share[Fate.DROPPED_HIGH],
             "mask/effective_sample_size": self["weight"] ** 2 / max(tokens * self["weight_squared"], 1e-12),
-            "mask/discarded_mass": 1.0 - self["weight"] / tokens,
+            "mask/discarded_mass": 1.0 - self["kept_ratio"] / tokens,
             "ratio/log_mean": self["log_ratio"] / tokens, "ratio/log_abs_mean": self["log_ratio_abs"] / tokens,
             "lag/mean": self["lag"] / tokens, "policy/entropy": self["entropy"] / tokens,
         } if self["tokens"] else {}
@@ -78,5 +79,5 @@ class Statistics:
                 "advantage/std": float(np.sqrt(max(self["advantage_squared"] / n - (self["advantage"] / n) ** 2, 0)))}
 
 
-SUMS = ("tokens", "weight", "weight_squared", "lag", "entropy", "log_ratio", "log_ratio_abs", "value_tokens", "value",
-        "return", "return_squared", "error", "error_squared", "advantage", "advantage_squared", "policy_loss")
+SUMS = ("tokens", "weight", "weight_squared", "kept_ratio", "lag", "entropy", "log_ratio", "log_ratio_abs",
+        "value_tokens", "value", "return", "return_squared", "error", "error_squared", "advantage", "advantage_squared", "policy_loss")

@@ -63,7 +63,7 @@ async def test_logprobs_and_versions(engine, length, temperature):
         assert_logprobs(engine.model, prompt, answer, temperature)
 
 
-# If this fails, short requests of one moment do not share a POST, and short turns cost the engine about twice as much.
+# If this fails, short requests of one moment do not share a POST, and short turns cost 1.5 to 2 times the CPU.
 async def test_short_requests_share_a_post(engine):
     async with engine.client() as client:
         posts = []

@@ -1,0 +1,120 @@
+"""Real runs of the demo recipe, shortened: Megatron-Core on two ranks, SGLang, controller and store, nothing replaced.
+
+Every process that a run was ever seen to have is remembered, so that a test can ask which of them still live.
+"""
+from __future__ import annotations
+
+import os
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import psutil
+
+from sao_megatron.run_folder import RunFolder
+from sao_megatron.trajectory.types import Trajectory, decode
+
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "configs" / "guess-number-cpu.yaml"
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+START_SECONDS = 300.0
+"""Until a run's first learner steps, on a machine that does other things too."""
+END_SECONDS = 60.0
+"""Until `train` has ended after one of its processes was killed or after Ctrl-C."""
+
+STEPS, CRITIC_ONLY, BATCH, EVALUATED = 6, 2, 16, 64
+FINISHED = [f"steps={STEPS}", f"algorithm.critic_only_steps={CRITIC_ONLY}", f"batch.trajectories={BATCH}",
+            f"evaluation.episodes={EVALUATED}", "warmup.steps=20", "policy_optimizer.warmup_steps=0",
+            # The learning rate of the last update is 0: the last two versions are the same weights (test_export.py).
+            "policy_optimizer.min_lr_ratio=0.0"]
+
+
+class Run:
+    """One `sao-megatron train`, started."""
+
+    def __init__(self, runs_dir: Path, name: str, overrides: list[str]):
+        self.folder = RunFolder(runs_dir / name)
+        self.out_path, self.err_path = runs_dir / f"{name}.out", runs_dir / f"{name}.err"
+        with self.out_path.open("wb") as out, self.err_path.open("wb") as err:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "sao_megatron.cli", "train", str(RECIPE), f"runs_dir={runs_dir}", f"name={name}",
+                 *overrides], stdout=out, stderr=err, stdin=subprocess.DEVNULL, env=ENVIRONMENT, cwd=ROOT)
+        self.seen: dict[int, psutil.Process] = {}
+
+    @property
+    def out(self) -> str:
+        return self.out_path.read_text()
+
+    @property
+    def err(self) -> str:
+        return self.err_path.read_text()
+
+    def children(self) -> list[psutil.Process]:
+        """The processes below `train` now, at any depth."""
+        try:
+            found = psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+        self.seen |= {child.pid: child for child in found}
+        return found
+
+    def survivors(self) -> list[str]:
+        """Command lines of the processes of this run that still live."""
+        return [repr(process) for process in self.seen.values() if is_alive(process)]
+
+    def until(self, condition: Callable[[], object], what: str, seconds: float = START_SECONDS) -> None:
+        """Wait for `condition`; fails with the run's output if it ends before, or if it takes too long."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            self.children()
+            assert self.process.poll() is None, f"train ended before {what}:\n{self.out}\n{self.err}"
+            assert time.monotonic() < deadline, f"waited {seconds:.0f} s for {what}:\n{self.out}\n{self.err}"
+            time.sleep(0.1)
+
+    def wait(self, seconds: float) -> int:
+        """The exit code of `train`."""
+        self.children()
+        return self.process.wait(seconds)
+
+    def steps(self) -> int:
+        """Learner steps recorded so far."""
+        return self._query("SELECT COUNT(*) FROM steps")[0][0] if self.folder.store_path.is_file() else 0
+
+    def appended(self) -> set[str]:
+        """Ids of the trajectories that are in the store."""
+        return {name for name, in self._query("SELECT id FROM trajectories")}
+
+    def _query(self, sql: str, *values) -> list[tuple]:
+        return query(self.folder.store_path, sql, *values)
+
+    def end(self) -> None:
+        """Kill whatever is left."""
+        self.children()
+        for process in [psutil.Process(self.process.pid)] if self.process.poll() is None else []:
+            process.kill()
+        self.process.wait(30)
+        for process in self.seen.values():
+            if is_alive(process):
+                process.kill()
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def query(store: Path, sql: str, *values) -> list[tuple]:
+    """Rows of a query on a store, read as another process would."""
+    with closing(sqlite3.connect(f"file:{store}?mode=ro", uri=True, timeout=30)) as database:
+        return database.execute(sql, values).fetchall()
+
+
+def stored(store: Path) -> list[Trajectory]:
+    """Every trajectory of a store, in the order in which it was appended."""
+    return [decode(blob) for blob, in query(store, "SELECT blob FROM blobs ORDER BY row")]
