@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -105,3 +106,13 @@ def _run(model, step, items: list, seq_length: int, forward_only: bool) -> None:
     get_forward_backward_func()(
         forward_step_func=step, data_iterator=iter(items), model=[model], num_microbatches=len(items),
         seq_length=seq_length, micro_batch_size=1, forward_only=forward_only)
+
+
+def reports() -> bool:
+    """One rank of each last-stage tensor parallel group counts tokens; the others hold the same ones."""
+    return ps.is_pipeline_last_stage() and ps.get_tensor_model_parallel_rank() == 0
+
+
+def to_numpy(tensor: Tensor) -> np.ndarray:
+    """Detached, on the host; floating point as float32."""
+    return tensor.detach().float().cpu().numpy() if tensor.is_floating_point() else tensor.cpu().numpy()

@@ -5,6 +5,7 @@ the policy's advantages need. A step is K critic passes and one policy pass, for
 """
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,9 +14,6 @@ import torch.distributed as dist
 
 from sao_megatron.learner import runtime
 from megatron.core import parallel_state as ps
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from sao_megatron.algorithm import advantage as adv
 from sao_megatron.algorithm.objective import NegativeLogLikelihood, PolicyGradient
@@ -23,48 +21,14 @@ from sao_megatron.algorithm.presets import Preset, resolve
 from sao_megatron.config import AdamSection, RunConfig
 from sao_megatron.errors import RunError
 from sao_megatron.learner import model as models
-from sao_megatron.learner.passes import DeviceBatch, policy_pass, to_device, value_pass
+from sao_megatron.learner.critic import Critic
+from sao_megatron.learner.optimized import Optimized, wrap
+from sao_megatron.learner.passes import DeviceBatch, policy_pass, reports, to_device, to_numpy
 from sao_megatron.telemetry.statistics import Statistics
 from sao_megatron.trajectory.packing import micro_batches
-from sao_megatron.trajectory.types import Status, Trajectory
+from sao_megatron.trajectory.types import Trajectory
 from sao_megatron.weights.hf import TensorSource
 from sao_megatron.weights.shards import ShardMap
-
-
-class Optimized:
-    """A model under Megatron's DDP with its distributed optimizer and learning-rate schedule."""
-
-    def __init__(self, ddp: DistributedDataParallel, adam: AdamSection, steps: int):
-        config = ddp.config
-        self.ddp = ddp
-        self.optimizer = get_megatron_optimizer(OptimizerConfig(
-            optimizer="adam", lr=adam.lr, min_lr=adam.lr * adam.min_lr_ratio, weight_decay=adam.weight_decay,
-            adam_beta1=adam.beta1, adam_beta2=adam.beta2, adam_eps=adam.eps, clip_grad=adam.clip_grad, bf16=config.bf16,
-            params_dtype=config.params_dtype, use_distributed_optimizer=True), [ddp], use_gloo_process_groups=False)
-        self.scheduler = OptimizerParamScheduler(
-            self.optimizer, init_lr=0.0, max_lr=adam.lr, min_lr=adam.lr * adam.min_lr_ratio,
-            lr_warmup_steps=adam.warmup_steps, lr_decay_steps=max(steps, adam.warmup_steps + 1),
-            lr_decay_style="linear", start_wd=adam.weight_decay, end_wd=adam.weight_decay, wd_incr_steps=0,
-            wd_incr_style="constant")
-
-    def zero_grad(self) -> None:
-        self.ddp.zero_grad_buffer()
-        self.optimizer.zero_grad()
-
-    def step(self) -> tuple[float, float]:
-        """Apply the gradients. Returns (gradient norm before clipping, learning rate)."""
-        self.scheduler.step(1)  # before the update, so that a warm-up's first step is not one at rate 0
-        finite, norm, _ = self.optimizer.step()
-        if not finite or not np.isfinite(norm):
-            raise RunError(f"the gradient norm is {norm}: the weights were not updated; look at the last step's "
-                           "trajectories and at the learning rate")
-        return float(norm), float(self.scheduler.get_lr({}))
-
-
-def wrap(module) -> DistributedDataParallel:
-    """Megatron's DDP; gradients accumulate and are reduced in float32."""
-    return DistributedDataParallel(
-        module.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True), module)
 
 
 @dataclass
@@ -88,18 +52,14 @@ class Trainer:
         self.policy_shards.load(source)
         self.policy_ddp = wrap(module)
         self.policy: Optimized | None = None
-        self.critic: Optimized | None = None
+        self.critic: Critic | None = None
 
     def begin_reinforcement(self) -> None:
         """Make the RL optimizers; the critic starts from the policy's weights as they are now."""
         self.policy = Optimized(self.policy_ddp, self.config.policy_optimizer, self.config.steps)
         if not self.preset.has_critic:
             return
-        critic = models.build(self.hf_config, self.config.parallel, self.dtype, value_head=True)
-        models.start_from_policy(critic, self.policy_ddp.module)
-        if self.preset.freeze_critic_attention:
-            models.freeze_attention(critic)
-        self.critic = Optimized(wrap(critic), self.config.critic_optimizer, self.config.total_steps)
+        self.critic = Critic(self.config, self.hf_config, self.preset, self.policy_ddp.module)
 
     def train_step(self, trajectories: list[Trajectory], version: int, update_policy: bool = True,
                    timer=None) -> StepResult:
@@ -108,7 +68,7 @@ class Trainer:
         statistics, metrics = Statistics(), {}
         with _phase(timer, "critic"):
             if self.preset.has_critic:
-                metrics |= self._train_critic(batches, statistics)
+                metrics |= self.critic.train(batches, statistics)
             else:
                 self._group_advantages(batches, trajectories)
         with _phase(timer, "policy"):
@@ -116,46 +76,6 @@ class Trainer:
                 metrics |= self._train_policy(batches, statistics, version)
         statistics = _reduce(statistics)
         return StepResult(statistics.metrics() | metrics, statistics, batches)
-
-    def _train_critic(self, batches: list[DeviceBatch], statistics: Statistics) -> dict[str, float]:
-        norm = rate = 0.0
-        for update in range(self.preset.critic_updates):
-            self.critic.zero_grad()
-            value_pass(self.critic.ddp, batches, self._value_loss if update else self._first_value_loss)
-            norm, rate = self.critic.step()
-        for batch in batches:
-            self._record_values(batch, statistics)
-        return {"critic/grad_norm": norm, "critic/lr": rate}
-
-    def _value_loss(self, batch: DeviceBatch, values: torch.Tensor, last_values: torch.Tensor) -> torch.Tensor:
-        """Squared error to the reward-to-go (λ_critic = 1), summed over action tokens."""
-        bootstrap = self._bootstrap(batch, last_values)
-        target = adv.returns(batch.rewards, batch.lengths, last_values=bootstrap)
-        return (values - target).square().sum()
-
-    def _first_value_loss(self, batch, values, last_values):
-        """The first update's forward sees the critic before it moves: its values are the ones that GAE uses."""
-        bootstrap = self._bootstrap(batch, last_values)
-        lam = adv.adaptive_lambda(batch.lengths, self.preset.lambda_alpha)
-        detached = values.detach()
-        batch.results |= dict(
-            values=detached, returns=adv.returns(batch.rewards, batch.lengths, last_values=bootstrap),
-            advantages=adv.gae(batch.rewards, detached, batch.lengths, lam, last_values=bootstrap))
-        return self._value_loss(batch, values, last_values)
-
-    def _bootstrap(self, batch: DeviceBatch, last_values: torch.Tensor) -> torch.Tensor | None:
-        if not self.config.algorithm.bootstrap_truncated:
-            return None
-        cut = torch.tensor([t.status is Status.TRUNCATED for t in batch.source.trajectories], device=last_values.device)
-        return last_values * cut
-
-    def _record_values(self, batch: DeviceBatch, statistics: Statistics) -> None:
-        if not _reports():
-            return
-        value, target, advantage = (_numpy(batch.results[name]) for name in ("values", "returns", "advantages"))
-        error = target - value
-        statistics.add(value_tokens=len(value), value=value, error=error, error_squared=error**2, advantage=advantage,
-                       advantage_squared=advantage**2, **{"return": target, "return_squared": target**2})
 
     def _group_advantages(self, batches: list[DeviceBatch], trajectories: list[Trajectory]) -> None:
         groups = {name: i for i, name in enumerate(dict.fromkeys(t.group_id for t in trajectories))}
@@ -179,9 +99,9 @@ class Trainer:
             _refuse_non_finite(batch, output.logprobs)
             tokens = objective.diagnostics()
             batch.results |= dict(logprobs=output.logprobs, entropy=output.entropy, tokens=tokens)
-            if _reports():
-                statistics.add_tokens(_numpy(tokens.log_ratio), _numpy(tokens.weight), _numpy(tokens.fate),
-                                      version - batch.source.versions, _numpy(output.entropy))
+            if reports():
+                statistics.add_tokens(to_numpy(tokens.log_ratio), to_numpy(tokens.weight), to_numpy(tokens.fate),
+                                      version - batch.source.versions, to_numpy(output.entropy))
                 statistics.add(policy_loss=float(output.loss.detach()))
         norm, rate = self.policy.step()
         return {"policy/grad_norm": norm, "policy/lr": rate}
@@ -211,7 +131,7 @@ class Trainer:
             outputs = policy_pass(trained.ddp, batches, [NegativeLogLikelihood()] * len(batches), 1.0)
             norm, _ = trained.step()
             statistics = Statistics()
-            for output in outputs if _reports() else ():
+            for output in outputs if reports() else ():
                 statistics.add(tokens=len(output.logprobs), policy_loss=float(output.loss.detach()))
             statistics = _reduce(statistics)
             on_step(step, statistics["policy_loss"] / statistics["tokens"], norm)
@@ -224,7 +144,7 @@ class Trainer:
         outputs = policy_pass(self.policy_ddp, batches, objectives, temperature, forward_only=True)
         mine = {}
         for batch, output in zip(batches, outputs, strict=False):
-            parts = np.split(_numpy(output.logprobs), np.cumsum(batch.source.lengths)[:-1])
+            parts = np.split(to_numpy(output.logprobs), np.cumsum(batch.source.lengths)[:-1])
             mine |= {t.id: part for t, part in zip(batch.source.trajectories, parts, strict=True)}
         gathered: list = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, mine)
@@ -238,13 +158,8 @@ class Trainer:
             equal_length=not models.varies_in_length(self.config.parallel))]
 
 
-def _reports() -> bool:
-    """One rank of each last-stage tensor parallel group counts tokens; the others hold the same ones."""
-    return ps.is_pipeline_last_stage() and ps.get_tensor_model_parallel_rank() == 0
-
-
 def _reduce(statistics: Statistics) -> Statistics:
-    vector = torch.from_numpy(statistics.to_vector()).to(runtime.device())
+    vector = torch.fromto_numpy(statistics.to_vector()).to(runtime.device())
     dist.all_reduce(vector)
     return Statistics.from_vector(vector.cpu().numpy())
 
@@ -257,10 +172,5 @@ def _refuse_non_finite(batch: DeviceBatch, logprobs: torch.Tensor) -> None:
                        f"is {float(logprobs[bad[0, 0]])}; nothing was trained on this batch")
 
 
-def _numpy(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.detach().float().cpu().numpy() if tensor.is_floating_point() else tensor.cpu().numpy()
-
-
 def _phase(timer, name: str):
-    from contextlib import nullcontext
     return timer(name) if timer else nullcontext()

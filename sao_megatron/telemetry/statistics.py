@@ -38,8 +38,8 @@ class Statistics:
         np.add.at(self.fates, (bucket, fate), 1)
         self.log_ratio += np.histogram(log_ratio, LOG_RATIO_EDGES)[0]
         kept_ratio = np.exp(log_ratio[fate == Fate.KEPT], dtype=np.float64)  # inside the band, so never extreme
-        self.add(tokens=len(lag), weight=weight, kept_ratio=kept_ratio, weight_squared=np.square(weight, dtype=np.float64), lag=lag,
-                 entropy=entropy, log_ratio=log_ratio, log_ratio_abs=np.abs(log_ratio))
+        self.add(tokens=len(lag), weight=weight, weight_squared=np.square(weight, dtype=np.float64),
+                 kept_ratio=kept_ratio, lag=lag, entropy=entropy, log_ratio=log_ratio, log_ratio_abs=np.abs(log_ratio))
 
     def to_vector(self) -> np.ndarray:
         return np.concatenate([self.fates.ravel(), self.log_ratio, self.sums])
@@ -80,4 +80,5 @@ class Statistics:
 
 
 SUMS = ("tokens", "weight", "weight_squared", "kept_ratio", "lag", "entropy", "log_ratio", "log_ratio_abs",
-        "value_tokens", "value", "return", "return_squared", "error", "error_squared", "advantage", "advantage_squared", "policy_loss")
+        "value_tokens", "value", "return", "return_squared", "error", "error_squared", "advantage", "advantage_squared",
+        "policy_loss")
