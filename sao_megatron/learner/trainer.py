@@ -159,7 +159,7 @@ class Trainer:
 
 
 def _reduce(statistics: Statistics) -> Statistics:
-    vector = torch.fromto_numpy(statistics.to_vector()).to(runtime.device())
+    vector = torch.from_numpy(statistics.to_vector()).to(runtime.device())
     dist.all_reduce(vector)
     return Statistics.from_vector(vector.cpu().numpy())
 
