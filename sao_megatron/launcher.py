@@ -19,7 +19,7 @@ from sao_megatron.config import RunConfig
 from sao_megatron.device import gpu_names, has_gpu
 from sao_megatron.errors import RunError, UserError
 from sao_megatron.run_folder import RunFolder
-from sao_megatron.supervisor import ProcessSpec, Supervisor
+from sao_megatron.supervisor import ProcessSpec, Supervisor, last_words
 from sao_megatron.telemetry import summary
 from sao_megatron.telemetry.progress import Progress
 from sao_megatron.trajectory.store import Store
@@ -27,6 +27,8 @@ from sao_megatron.trajectory.store import Store
 POLL_SECONDS = 0.5
 EXIT_SECONDS = 600.0
 """Between the end of the first learner rank or of the controller, and the end of all of them."""
+ENGINE_END_SECONDS = 15.0
+"""For an engine that lost its scheduler to end (SGLang notices within 1 s, then collects dumps for 5 s)."""
 
 
 def train(recipe: Path, overrides: list[str]) -> None:
@@ -174,8 +176,8 @@ class Watch:
     def __init__(self, config: RunConfig, plan: Plan, store: Store, supervisor: Supervisor, progress: Progress):
         self._config, self._store, self._supervisor, self._progress = config, store, supervisor, progress
         self._workers = {spec.name for spec in [*plan.learners, plan.controller]}
-        self._starting = dict(zip((spec.name for spec in plan.engines), plan.urls, strict=True))
-        self._engines = len(plan.engines)
+        self._urls = dict(zip((spec.name for spec in plan.engines), plan.urls, strict=True))
+        self._starting = dict(self._urls)
         self._started = time.monotonic()
         self._first_end: float | None = None
         self._last_step, self._steps = -1, 0
@@ -190,10 +192,8 @@ class Watch:
         self._show_steps()
 
     def _all_ended(self, ended: dict[str, int]) -> bool:
-        # Read after the exit codes were: a rank first says that the run is finished, then ends.
-        finished = self._store.get_state("learner_finished", False)
-        if failed := [name for name, code in ended.items() if code or not finished or name not in self._workers]:
-            raise self._supervisor.failure(failed)
+        if failed := self._failed(ended):
+            raise self._failure(failed)
         if ended and self._first_end is None:
             self._first_end = time.monotonic()
         missing = sorted(self._workers - ended.keys())
@@ -201,6 +201,25 @@ class Watch:
             raise RunError(f"{', '.join(missing)} still run {EXIT_SECONDS:.0f} s after the run had finished and "
                            f"{', '.join(sorted(ended))} had ended: see {self._supervisor.log_path(missing[0])}")
         return not missing
+
+    def _failed(self, ended: dict[str, int]) -> list[str]:
+        # Read after the exit codes were: a rank first says that the run is finished, then ends.
+        finished = self._store.get_state("learner_finished", False)
+        return [name for name, code in ended.items() if code or not finished or name not in self._workers]
+
+    def _failure(self, failed: list[str]) -> RunError:
+        """The error for processes that ended. Where they blame an engine, it gets time to end and to say why itself."""
+        deadline = time.monotonic() + ENGINE_END_SECONDS
+        while not (engines := [name for name in failed if name in self._urls]):
+            if not self._blame_an_engine(failed) or time.monotonic() > deadline:
+                return self._supervisor.failure(failed)
+            time.sleep(POLL_SECONDS)
+            failed = self._failed(self._supervisor.poll())
+        return self._supervisor.failure(failed, suspects=engines)
+
+    def _blame_an_engine(self, failed: list[str]) -> bool:
+        reasons = [last_words(self._supervisor.log_path(name))[0] for name in failed]
+        return any(url in reason for url in self._urls.values() for reason in reasons)
 
     def _check_engines(self) -> None:
         for name, url in list(self._starting.items()):
@@ -219,8 +238,9 @@ class Watch:
     def _show_status(self) -> None:
         """Start-up stage by stage; later only where nothing else was shown for a while."""
         if self._store.published() is None:
-            healthy = self._engines - len(self._starting)
-            self._progress.status(f"start-up: engines {healthy}/{self._engines} ready, learner {self._learner_stage()}")
+            healthy = len(self._urls) - len(self._starting)
+            self._progress.status(f"start-up: engines {healthy}/{len(self._urls)} ready, "
+                                  f"learner {self._learner_stage()}")
         elif self._progress.quiet():
             self._progress.status(self._doing())
 
