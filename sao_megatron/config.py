@@ -66,8 +66,8 @@ class AlgorithmSection(Section):
     preset: str = "sao"
     """A row of `sao-megatron presets`; every other field here overrides one choice of it."""
     gate: str | None = None
-    """Gate on the ratio (algorithm/gates.py): dis, dis_recover, none, ppo_clip, decoupled_ppo, icepop, tis, cispo, gspo,
-    ipo, flash_reinforce, dpo."""
+    """Gate on the ratio (algorithm/gates.py): dis, dis_recover, none, ppo_clip, decoupled_ppo, icepop, tis, cispo,
+    gspo, ipo, flash_reinforce, dpo."""
     behaviour: str | None = None
     """The ratio's denominator: rollout (no further forward pass), recomputed (the policy before the batch's first
     update) or reference (the policy's starting weights, for dpo)."""

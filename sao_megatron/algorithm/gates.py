@@ -1,8 +1,8 @@
 """The gates of ALGORITHM.md §5: what each system makes of a token's probability ratio.
 
-Every loss here has the form −Σ sg[c_t]·log π_θ(x_t) with c_t = w_t·Â_t, and a gate gives w_t. For PPO's clip this is its
-exact gradient: where min(r·Â, clip(r)·Â) is the unclipped branch, d(r·Â) = r·Â·d log π_θ, so w = r; elsewhere the loss is
-constant in θ and w = 0 (a tie at the bound is unclipped). Three policies occur:
+Every loss here has the form −Σ sg[c_t]·log π_θ(x_t) with c_t = w_t·Â_t, and a gate gives w_t. For PPO's clip this is
+its exact gradient: where min(r·Â, clip(r)·Â) is the unclipped branch, d(r·Â) = r·Â·d log π_θ, so w = r; elsewhere the
+loss is constant in θ and w = 0 (a tie at the bound is unclipped). Three policies occur:
 
 - π_θ, the one being trained, by the training forward;
 - the *behaviour* policy, the ratio's denominator: the rollout, the policy recomputed before the first update of the
@@ -23,7 +23,7 @@ from torch import Tensor
 from sao_megatron.algorithm.dis import Fate, Gated, dis, dis_recover, unmasked
 
 LARGEST_LOG_RATIO = 20.0
-"""Unclipped ratios are exponentiated up to here, as in verl's PPO loss, so that none overflows; DIS needs no such limit."""
+"""Unclipped ratios are exponentiated up to here, as in verl's PPO loss, so that none overflows; DIS needs no limit."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ def truncated_ppo(tokens: Tokens, eps_low: float, eps_high: float, mismatch_high
                   dual_clip: float | None = None) -> Gated:
     """min(mismatch, cap) × PPO clip: TIS (Yao et al. 2025, cap 2) and decoupled PPO (Hilton et al. 2022, AReaL, cap 5).
 
-    The two differ in the cap and in why they weigh: TIS corrects the engine's numerics, decoupled PPO staleness. AReaL's
-    code drops a token above the cap; ALGORITHM.md caps it.
+    The two differ in the cap and in why they weigh: TIS corrects the engine's numerics, decoupled PPO staleness.
+    AReaL's code drops a token above the cap; ALGORITHM.md caps it.
     """
     clipped = ppo_clip(tokens, eps_low, eps_high, dual_clip)
     limit = math.log(mismatch_high)
@@ -104,7 +104,7 @@ def gspo(tokens: Tokens, eps_low: float, eps_high: float) -> Gated:
 def ipo(tokens: Tokens, eps_low: float, eps_high: float) -> Gated:
     """r where −ε_l ≤ π_θ − π_rollout ≤ ε_h, else 0, whatever the advantage's sign (prime-rl, both 0.2).
 
-    prime-rl adds a KL term (τ = 1e-3), which `anchor` offers; a ratio is small wherever both probabilities are.
+    prime-rl adds τ·(log r)² with τ = 1e-3, which is `anchor` = 2e-3 here and off by default.
     """
     difference = tokens.logprobs.exp() - tokens.rollout.exp()
     return _dropping(tokens.log_ratio, difference < -eps_low, difference > eps_high)
@@ -179,7 +179,7 @@ class Gate:
     constants: dict[str, float | None]
     """Every constant it uses, with the source's value."""
     mean_over: str = "token"
-    """The loss is a mean over action tokens, over trajectories of their means (trajectory), or over pairs' sums (pair)."""
+    """The loss is the mean over action tokens, over trajectories of their means, or over pairs of their sums (pair)."""
     whole_trajectories: bool = False
     """A weight needs all tokens of a trajectory (of a pair): the head runs in two passes."""
 

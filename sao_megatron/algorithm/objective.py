@@ -41,9 +41,9 @@ class NegativeLogLikelihood:
 class PolicyGradient:
     """c_t = scale_t·w_t·Â_t, minus the anchor's τ·log r_t, plus the bonus; w_t is the gate's (gates.py).
 
-    With DIS: c_t = f(r_t)·Â_t, r_t = exp(log π_θ − log π_rollout) (ALGORITHM.md §1, §8); there is no old policy, log π_θ
-    is the training forward's own. Keeps what it saw of every token for diagnostics. Tensors are float32 [n], n the
-    micro-batch's action tokens.
+    With DIS: c_t = f(r_t)·Â_t, r_t = exp(log π_θ − log π_rollout) (ALGORITHM.md §1, §8); there is no old policy,
+    log π_θ is the training forward's own. Keeps what it saw of every token for diagnostics. Tensors are float32 [n],
+    n the micro-batch's action tokens.
     """
 
     rollout_logprobs: Tensor

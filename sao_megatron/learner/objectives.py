@@ -64,7 +64,7 @@ def step_level_advantages(preset: Preset, batches: list[DeviceBatch]) -> None:
 
 
 def objectives(preset: Preset, section: AlgorithmSection, mini: MiniBatch) -> list[PolicyGradient]:
-    """One objective per micro-batch. Earlier pipeline stages hold no values: theirs carry rewards and are never used."""
+    """One objective per micro-batch. Earlier pipeline stages hold no values: theirs are never asked."""
     tokens = sum(t.num_actions for t in mini.trajectories)
     positive = sum(t.num_actions for t in mini.trajectories if t.reward > 0)
     result = []

@@ -109,7 +109,7 @@ class Trainer:
 
     @torch.no_grad()
     def _recompute(self, batches: list[DeviceBatch]) -> None:
-        """Log-probs under the behaviour policy, before the batch's first update: the policy's own or the reference's."""
+        """Log-probs under the behaviour policy (the policy before the batch's first update, or the reference)."""
         outputs = policy_pass(self.reference or self.policy.ddp, batches, [NegativeLogLikelihood()] * len(batches),
                               self.config.algorithm.temperature, forward_only=True)
         for batch, output in zip(batches, outputs, strict=False):
