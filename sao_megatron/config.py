@@ -66,21 +66,38 @@ class AlgorithmSection(Section):
     preset: str = "sao"
     """A row of `sao-megatron presets`; every other field here overrides one choice of it."""
     gate: str | None = None
-    """Gate on the ratio (ALGORITHM.md §1, §8): dis, dis_recover, none."""
+    """Gate on the ratio (algorithm/gates.py): dis, dis_recover, none, ppo_clip, decoupled_ppo, icepop, tis, cispo,
+    gspo, ipo, flash_reinforce, dpo."""
+    behaviour: str | None = None
+    """The ratio's denominator: rollout (no further forward pass), recomputed (the policy before the batch's first
+    update) or reference (the policy's starting weights, for dpo)."""
     advantage: str | None = None
-    """gae (a critic) or group (needs rollouts_per_prompt > 1)."""
+    """With a critic: gae, or one action per turn: average, last_token. Without: group (needs rollouts_per_prompt > 1),
+    running_mean, batch_mean, preference (for dpo)."""
     rollouts_per_prompt: int | None = Field(None, ge=1)
     """1 = single rollout."""
-    critic_updates: int | None = Field(None, ge=1)
+    critic_updates: int | None = Field(None, ge=0)
     """K critic updates per policy update."""
     freeze_critic_attention: bool | None = None
     """Keep the critic's attention modules at the policy's starting weights."""
     lambda_alpha: float | None = Field(None, gt=0)
     """α of the length-adaptive λ = 1 − 1/(α·n) of the policy's GAE."""
-    eps_low: float = Field(0.3, gt=0, lt=1)
-    """Tokens with ratio ≤ 1 − eps_low are dropped."""
-    eps_high: float = Field(5.0, gt=0)
-    """Tokens with ratio ≥ 1 + eps_high are dropped."""
+    eps_low: float | None = Field(None, gt=0, lt=1)
+    """Lower bound of the gate: DIS drops tokens with ratio ≤ 1 − eps_low."""
+    eps_high: float | None = Field(None, gt=0)
+    """Upper bound of the gate: DIS drops tokens with ratio ≥ 1 + eps_high."""
+    mismatch_low: float | None = Field(None, gt=0)
+    """icepop: least ratio of the recomputed policy to the rollout."""
+    mismatch_high: float | None = Field(None, gt=0)
+    """icepop: largest such ratio; tis, decoupled_ppo: where it is truncated."""
+    dual_clip: float | None = Field(None, gt=1)
+    """PPO's gates: with a negative advantage, drop ratios above this; off by default."""
+    trust: float | None = Field(None, gt=0)
+    """flash_reinforce: largest mean binary KL of a trajectory."""
+    beta: float | None = Field(None, gt=0)
+    """dpo: strength of the pull towards the reference."""
+    positive_nll: float | None = Field(None, ge=0)
+    """Weight of the negative log-likelihood of trajectories with a positive reward (VAPO)."""
     anchor: float = Field(0.0, ge=0)
     """τ of the pull towards the sampling policy (ALGORITHM.md §8); 0 = off, as in the paper."""
     entropy_coef: float = Field(0.0, ge=0)
@@ -120,6 +137,8 @@ class CriticAdamSection(AdamSection):
 class BatchSection(Section):
     trajectories: int = Field(128, ge=1)
     """B: trajectories of one learner step, over all ranks."""
+    mini_batches: int = Field(1, ge=1)
+    """Policy updates per leased batch, each on its part of the trajectories."""
     tokens_per_micro_batch: int = Field(8192, ge=1)
     """Packed tokens of one micro-batch; a longer trajectory gets a micro-batch of its own."""
 

@@ -101,7 +101,8 @@ def _check_algorithm(config: RunConfig) -> None:
     from sao_megatron.algorithm import presets
     choices = config.algorithm.model_dump(exclude={"preset"})
     try:
-        presets.resolve(config.algorithm.preset, **choices)
+        preset = presets.resolve(config.algorithm.preset, **choices)
+        presets.check_batch(preset, config.batch.trajectories, config.batch.mini_batches)
     except ValueError as error:
         raise UserError(f"algorithm: {error}") from None
 

@@ -5,6 +5,8 @@ Tensors hold the action tokens of whole trajectories, one after the other: `valu
 """
 from __future__ import annotations
 
+from collections import deque
+
 import torch
 from torch import Tensor
 
@@ -57,6 +59,26 @@ def _discounted_sum(x: Tensor, factor: Tensor, block: int = 64) -> Tensor:
     return result
 
 
+def step_gae(level: str, rewards: Tensor, values: Tensor, lengths: Tensor, turns: Tensor, alpha: float,
+             last_values: Tensor | None = None) -> Tensor:
+    """GAE with one action per turn, the paper's ablation of token-level GAE (SAO §4; ALGORITHM.md §5).
+
+    The value of a turn's state is its action tokens' mean value (level "average") or its last one's ("last_token"); a
+    turn's reward is the sum of its tokens' and all of them take its advantage; n in λ counts turns. turns: [actions],
+    turn of each action token, not decreasing within a trajectory; the others as in `gae`. γ = 1. Returns [actions].
+    """
+    owner = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+    step, index, tokens = torch.unique_consecutive(torch.stack([owner, turns]), dim=1, return_inverse=True,
+                                                   return_counts=True)
+    zero = torch.zeros(len(tokens), dtype=torch.float64, device=values.device)
+    value = values.double()[tokens.cumsum(0) - 1] if level == "last_token" else (
+        zero.index_add(0, index, values.double()) / tokens)
+    turns_of = torch.bincount(step[0], minlength=len(lengths))
+    advantage = gae(zero.index_add(0, index, rewards.double()), value, turns_of, adaptive_lambda(turns_of, alpha),
+                    last_values=last_values)
+    return advantage[index]
+
+
 def spread(per_trajectory: Tensor, lengths: Tensor) -> Tensor:
     """Give every action token its trajectory's number: [trajectories] -> [actions]."""
     return torch.repeat_interleave(per_trajectory, lengths)
@@ -73,6 +95,37 @@ def group_advantage(outcomes: Tensor, groups: Tensor, eps: float = 1e-6) -> Tens
     mean = zero.index_add(0, index, outcomes) / count
     variance = zero.index_add(0, index, (outcomes - mean[index]) ** 2) / count
     return ((outcomes - mean[index]) / (variance.sqrt()[index] + eps)).float()
+
+
+def preference(outcomes: Tensor) -> Tensor:
+    """+1 for the better of each pair (2i, 2i + 1), −1 for the worse, 0 for both in a tie. [trajectories]."""
+    first, second = outcomes.view(-1, 2).unbind(1)
+    return torch.stack([(first - second).sign(), (second - first).sign()], 1).flatten()
+
+
+class RunningMean:
+    """Reward minus the mean of the last `per_prompt` rewards of the same prompt (ALGORITHM.md §5, `running_mean`).
+
+    A prompt that did not occur before (in online mode none ever does) takes the last `overall` rewards of all prompts;
+    the run's very first trajectory has nothing to be compared with and advantage 0. Rewards enter in the batch's order,
+    which is the same on every rank, so every rank holds the same state; none is compared with itself.
+    """
+
+    def __init__(self, per_prompt: int = 8, overall: int = 128):
+        self.per_prompt = per_prompt
+        self.overall: deque[float] = deque(maxlen=overall)
+        self.of_prompt: dict[str, deque[float]] = {}
+
+    def advantages(self, prompt_ids: list[str], outcomes: list[float]) -> Tensor:
+        """float32 [trajectories], and the outcomes become part of the history."""
+        result = []
+        for prompt, outcome in zip(prompt_ids, outcomes, strict=True):
+            mine = self.of_prompt.setdefault(prompt, deque(maxlen=self.per_prompt))
+            history = mine or self.overall
+            result.append(outcome - sum(history) / len(history) if history else 0.0)
+            mine.append(outcome)
+            self.overall.append(outcome)
+        return torch.tensor(result, dtype=torch.float32)
 
 
 def _pad(lengths: Tensor):

@@ -18,11 +18,11 @@ class Fate(IntEnum):
 
     KEPT = 0
     DROPPED_LOW = 1
-    """Ratio at or below 1 − ε_l."""
+    """Ratio below the gate's bound (for DIS: at or below 1 − ε_l)."""
     DROPPED_HIGH = 2
-    """Ratio at or above 1 + ε_h."""
+    """Ratio above the gate's bound (for DIS: at or above 1 + ε_h)."""
     RECOVERED = 3
-    """Outside the band but kept at its edge, because the update brings it back (`dis_recover` only)."""
+    """Outside the bounds but kept at their edge (recovering DIS, CISPO, truncated importance weights)."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,3 @@ def _fate(log_ratio: Tensor, eps_low: float, eps_high: float) -> Tensor:
     fate[log_ratio <= math.log(1.0 - eps_low)] = Fate.DROPPED_LOW
     fate[log_ratio >= math.log(1.0 + eps_high)] = Fate.DROPPED_HIGH
     return fate
-
-
-GATES = {"dis": dis, "dis_recover": dis_recover, "none": unmasked}

@@ -5,6 +5,7 @@ tokens is finished at once: logits on this rank's vocabulary shard, log-prob, co
 states and head weight. No logits outlive their chunk, nothing is recomputed in the backward, and a token whose
 coefficient is 0 costs nothing there. Tensor parallel ranks exchange two small reductions per chunk (maximum; then sum,
 target logit and entropy term packed), so all of them end with bitwise the same log-probs and hence the same mask.
+An objective whose coefficients depend on whole trajectories uses the same code in two passes over the chunks.
 """
 from __future__ import annotations
 
@@ -45,10 +46,11 @@ class _OnePassHead(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if needs_grad else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_grad else None
         logprobs, entropies = [], []
+        known = _whole(hidden, weight, targets, objective, group, temperature, chunk_tokens)
         for start in range(0, len(targets), chunk_tokens):
             rows = slice(start, start + chunk_tokens)
             chunk = _Chunk(hidden[rows], weight, targets[rows], group, temperature)
-            coefficients = objective.coefficients(chunk.logprobs, start)
+            coefficients = objective.coefficients(chunk.logprobs, start) if known is None else known[rows]
             loss -= (coefficients * chunk.logprobs).sum() + objective.entropy_coef * chunk.entropy.sum()
             logprobs.append(chunk.logprobs)
             entropies.append(chunk.entropy)
@@ -66,6 +68,15 @@ class _OnePassHead(torch.autograd.Function):
         grad_hidden, grad_weight = ctx.saved_tensors
         return ((grad_hidden * grad_loss).to(ctx.dtypes[0]), (grad_weight * grad_loss).to(ctx.dtypes[1]),
                 None, None, None, None, None)
+
+
+def _whole(hidden, weight, targets, objective: Objective, group, temperature: float, chunk_tokens: int):
+    """Coefficients [n] where they depend on whole trajectories: a first pass for the log-probs. None otherwise."""
+    if not objective.needs_sequences:
+        return None
+    chunks = [slice(start, start + chunk_tokens) for start in range(0, len(targets), chunk_tokens)]
+    logprobs = [_Chunk(hidden[rows], weight, targets[rows], group, temperature).logprobs for rows in chunks]
+    return objective.coefficients(torch.cat([hidden.new_zeros(0, dtype=torch.float32), *logprobs]), 0)
 
 
 class _Chunk:

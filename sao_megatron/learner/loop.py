@@ -121,7 +121,8 @@ class Learner:
         count, until = self.config.batch.trajectories, time.monotonic() + seconds
         while time.monotonic() < until:
             if leased := self.store.lease(count, f"learner-{self.publisher.incarnation}", self.version,
-                                          self.config.rollout.max_token_lag):
+                                          self.config.rollout.max_token_lag,
+                                          self.trainer.preset.rollouts_per_prompt):
                 return [encode(self._checked(trajectory)) for trajectory in leased]
             if time.monotonic() > deadline:
                 raise RunError(f"no batch of {count} trajectories became ready within rollout.starvation_timeout="
@@ -170,6 +171,10 @@ def _batch_metrics(trajectories: list[Trajectory], version: int) -> dict[str, fl
         "tokens/action": len(lags), "tokens/total": sum(len(t) for t in trajectories)}
 
 
+PHASES = ("wait", "critic", "recompute", "policy", "publish")
+"""`recompute` is the further forward pass that some presets pay for their behaviour policy."""
+
+
 class Clock:
     """Seconds by phase between two steps."""
 
@@ -185,8 +190,8 @@ class Clock:
     def restart(self) -> dict[str, float]:
         """Seconds of each phase, of the whole step and of the rest (`other`), since the last restart."""
         now = time.monotonic()
-        seconds = {name: self._spent[name] for name in ("wait", "critic", "policy", "publish")}
+        seconds = {name: self._spent[name] for name in PHASES}
         seconds["step"] = now - self._begin
-        seconds["other"] = seconds["step"] - sum(seconds[name] for name in ("wait", "critic", "policy", "publish"))
+        seconds["other"] = seconds["step"] - sum(seconds[name] for name in PHASES)
         self._begin, self._spent = now, defaultdict(float)
         return seconds

@@ -1,7 +1,8 @@
 """The learner's maths of one step: K critic updates, advantages, one policy update (DESIGN.md §4).
 
 With λ_critic = 1 the critic's targets need no values, and the first critic update's own forward gives the values that
-the policy's advantages need. A step is K critic passes and one policy pass, forward and backward, and nothing else.
+the policy's advantages need. A step is K critic passes and one policy pass, forward and backward, and nothing else;
+presets whose behaviour policy is not the rollout pay one forward pass more, timed as the phase "recompute".
 """
 from __future__ import annotations
 
@@ -16,16 +17,19 @@ from sao_megatron.learner import runtime
 from megatron.core import parallel_state as ps
 
 from sao_megatron.algorithm import advantage as adv
-from sao_megatron.algorithm.objective import NegativeLogLikelihood, PolicyGradient
-from sao_megatron.algorithm.presets import Preset, resolve
+from sao_megatron.algorithm.gates import GATES
+from sao_megatron.algorithm.objective import NegativeLogLikelihood
+from sao_megatron.algorithm.presets import Preset, check_batch, resolve
 from sao_megatron.config import AdamSection, RunConfig
 from sao_megatron.errors import RunError
 from sao_megatron.learner import model as models
 from sao_megatron.learner.critic import Critic
+from sao_megatron.learner.objectives import (MiniBatch, objectives, spread_advantages, step_level_advantages,
+                                             trajectory_advantages)
 from sao_megatron.learner.optimized import Optimized, wrap
 from sao_megatron.learner.passes import DeviceBatch, policy_pass, reports, to_device, to_numpy
 from sao_megatron.telemetry.statistics import Statistics
-from sao_megatron.trajectory.packing import micro_batches
+from sao_megatron.trajectory.packing import MicroBatch, micro_batches, mini_batches, pack
 from sao_megatron.trajectory.types import Trajectory
 from sao_megatron.weights.hf import TensorSource
 from sao_megatron.weights.shards import ShardMap
@@ -47,55 +51,77 @@ class Trainer:
         self.dtype = getattr(torch, config.model.dtype)
         algorithm = config.algorithm.model_dump()
         self.preset: Preset = resolve(algorithm.pop("preset"), **algorithm)
+        check_batch(self.preset, config.batch.trajectories, config.batch.mini_batches)
         module = models.build(hf_config, config.parallel, self.dtype)
         self.policy_shards = ShardMap(module, hf_config)
         self.policy_shards.load(source)
         self.policy_ddp = wrap(module)
         self.policy: Optimized | None = None
         self.critic: Critic | None = None
+        self.reference = None
+        """The policy's starting weights, frozen, where the behaviour policy is the reference."""
+        self.running_mean = adv.RunningMean()
 
     def begin_reinforcement(self) -> None:
-        """Make the RL optimizers; the critic starts from the policy's weights as they are now."""
-        self.policy = Optimized(self.policy_ddp, self.config.policy_optimizer, self.config.steps)
-        if not self.preset.has_critic:
-            return
-        self.critic = Critic(self.config, self.hf_config, self.preset, self.policy_ddp.module)
+        """Make the RL optimizers; critic and reference start from the policy's weights as they are now."""
+        updates = self.config.steps * self.config.batch.mini_batches
+        self.policy = Optimized(self.policy_ddp, self.config.policy_optimizer, updates)
+        if self.preset.behaviour == "reference":
+            self.reference = models.build(self.hf_config, self.config.parallel, self.dtype).requires_grad_(False)
+            self.reference.load_state_dict(self.policy_ddp.module.state_dict())
+        if self.preset.has_critic:
+            self.critic = Critic(self.config, self.hf_config, self.preset, self.policy_ddp.module)
 
     def train_step(self, trajectories: list[Trajectory], version: int, update_policy: bool = True,
                    timer=None) -> StepResult:
         """One learner step on a global batch (the same list on every rank). `version` is the learner's."""
-        batches = self._micro_batches(trajectories)
+        minis = self._mini_batches(trajectories)
+        batches = [batch for mini in minis for batch in mini.batches]
         statistics, metrics = Statistics(), {}
         with _phase(timer, "critic"):
-            if self.preset.has_critic:
-                metrics |= self.critic.train(batches, statistics)
-            else:
-                self._group_advantages(batches, trajectories)
-        with _phase(timer, "policy"):
-            if update_policy:
-                metrics |= self._train_policy(batches, statistics, version)
+            metrics |= self._advantages(batches, trajectories, statistics)
+        if update_policy:
+            if self.preset.behaviour != "rollout":
+                with _phase(timer, "recompute"):
+                    self._recompute(batches)
+            with _phase(timer, "policy"):
+                updates = [self._update_policy(mini, statistics, version) for mini in minis]
+            metrics |= {"policy/grad_norm": float(np.mean([norm for norm, _ in updates])), "policy/lr": updates[-1][1]}
         statistics = _reduce(statistics)
         return StepResult(statistics.metrics() | metrics, statistics, batches)
 
-    def _group_advantages(self, batches: list[DeviceBatch], trajectories: list[Trajectory]) -> None:
-        groups = {name: i for i, name in enumerate(dict.fromkeys(t.group_id for t in trajectories))}
-        scores = adv.group_advantage(torch.tensor([t.reward for t in trajectories]),
-                                     torch.tensor([groups[t.group_id] for t in trajectories]))
-        of = {t.id: score for t, score in zip(trajectories, scores, strict=True)}
-        for batch in batches:
-            mine = torch.tensor([of[t.id] for t in batch.source.trajectories], device=batch.lengths.device)
-            batch.results["advantages"] = adv.spread(mine, batch.lengths)
-
-    def _train_policy(self, batches: list[DeviceBatch], statistics: Statistics, version: int) -> dict[str, float]:
-        section = self.config.algorithm
-        if section.whiten:
+    def _advantages(self, batches: list[DeviceBatch], trajectories: list[Trajectory],
+                    statistics: Statistics) -> dict[str, float]:
+        """Leave `advantages` [n] in each batch's results; returns metrics."""
+        metrics = {}
+        if self.preset.has_critic:
+            metrics = self.critic.train(batches, statistics)
+            if self.preset.advantage != "gae":
+                step_level_advantages(self.preset, batches)
+        else:
+            advantages = trajectory_advantages(self.preset, trajectories, self.running_mean)
+            spread_advantages(batches, trajectories, advantages)
+            if self.preset.advantage == "preference":
+                metrics["preference/ties"] = float((advantages == 0).sum()) / 2
+        if self.config.algorithm.whiten:
             self._whiten(batches)
-        objectives = [PolicyGradient(
-            batch.rollout_logprobs, batch.results.get("advantages", batch.rewards), self.preset.gate, section.eps_low,
-            section.eps_high, section.anchor, section.entropy_coef) for batch in batches]
+        return metrics
+
+    @torch.no_grad()
+    def _recompute(self, batches: list[DeviceBatch]) -> None:
+        """Log-probs under the behaviour policy (the policy before the batch's first update, or the reference)."""
+        outputs = policy_pass(self.reference or self.policy.ddp, batches, [NegativeLogLikelihood()] * len(batches),
+                              self.config.algorithm.temperature, forward_only=True)
+        for batch, output in zip(batches, outputs, strict=False):
+            batch.results["behaviour_logprobs"] = output.logprobs
+
+    def _update_policy(self, mini: MiniBatch, statistics: Statistics, version: int) -> tuple[float, float]:
+        """One optimizer step; returns (gradient norm, learning rate)."""
+        section = self.config.algorithm
+        wanted = objectives(self.preset, section, mini)
         self.policy.zero_grad()
-        outputs = policy_pass(self.policy.ddp, batches, objectives, section.temperature)
-        for batch, objective, output in zip(batches, objectives, outputs, strict=False):
+        outputs = policy_pass(self.policy.ddp, mini.batches, wanted, section.temperature)
+        for batch, objective, output in zip(mini.batches, wanted, outputs, strict=False):
             _refuse_non_finite(batch, output.logprobs)
             tokens = objective.diagnostics()
             batch.results |= dict(logprobs=output.logprobs, entropy=output.entropy, tokens=tokens)
@@ -103,8 +129,7 @@ class Trainer:
                 statistics.add_tokens(to_numpy(tokens.log_ratio), to_numpy(tokens.weight), to_numpy(tokens.fate),
                                       version - batch.source.versions, to_numpy(output.entropy))
                 statistics.add(policy_loss=float(output.loss.detach()))
-        norm, rate = self.policy.step()
-        return {"policy/grad_norm": norm, "policy/lr": rate}
+        return self.policy.step()
 
     def _whiten(self, batches: list[DeviceBatch]) -> None:
         """Zero mean and unit standard deviation over the action tokens of the global batch."""
@@ -151,11 +176,24 @@ class Trainer:
         scores = {key: value for part in gathered for key, value in part.items()}
         return [scores[t.id] for t in trajectories]
 
+    def _mini_batches(self, trajectories: list[Trajectory]) -> list[MiniBatch]:
+        parts = mini_batches(trajectories, self.config.batch.mini_batches, self.preset.rollouts_per_prompt)
+        unit = self.preset.rollouts_per_prompt if GATES[self.preset.gate].mean_over == "pair" else 1
+        packed = [self._pack(part, unit) for part in parts]
+        if not models.varies_in_length(self.config.parallel):  # the critic trains on all of them in one pass
+            longest = max(len(batch.tokens) for batches in packed for batch in batches)
+            packed = [[pack(batch.trajectories, longest) for batch in batches] for batches in packed]
+        return [MiniBatch(part, [to_device(batch) for batch in batches])
+                for part, batches in zip(parts, packed, strict=True)]
+
     def _micro_batches(self, trajectories: list[Trajectory]) -> list[DeviceBatch]:
-        return [to_device(batch) for batch in micro_batches(
+        return [to_device(batch) for batch in self._pack(trajectories)]
+
+    def _pack(self, trajectories: list[Trajectory], unit: int = 1) -> list[MicroBatch]:
+        return micro_batches(
             trajectories, ps.get_data_parallel_world_size(), ps.get_data_parallel_rank(),
             self.config.batch.tokens_per_micro_batch, multiple_of=self.config.parallel.tp,
-            equal_length=not models.varies_in_length(self.config.parallel))]
+            equal_length=not models.varies_in_length(self.config.parallel), unit=unit)
 
 
 def _reduce(statistics: Statistics) -> Statistics:

@@ -2,7 +2,9 @@
 
 It meets the learner only in the store: it reads which weights are published and how many trajectories wait or are
 trained, starts as many episodes as pacing admits, and never waits for the learner while it may start one. Killed and
-started again it continues at the next free seq; the episodes that were in flight are lost, finished ones are not.
+started again it continues at the next free seq; the episodes that were in flight are lost, finished ones are not. Where
+several rollouts of a prompt make a group, it continues at the next group, and what is left of groups that lost a member
+is dropped and counted.
 """
 from __future__ import annotations
 
@@ -42,7 +44,10 @@ class _Controller:
         self.learner_patience = learner_patience
         self.settings = EpisodeSettings.of(config)
         self.pool = ClientPool(clients)
-        self.next_seq = store.next_seq()
+        group = self.settings.rollouts_per_prompt
+        self.next_seq = -(-store.next_seq() // group) * group
+        if group > 1:
+            store.drop_unfinishable(group)
         self.room = 0
         """Episodes that pacing still admits. One that ends as ready does not change it: it stays live."""
         self.episodes: set[asyncio.Task] = set()

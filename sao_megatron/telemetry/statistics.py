@@ -37,7 +37,7 @@ class Statistics:
         bucket = np.searchsorted(LAG_EDGES, lag, side="right") - 1
         np.add.at(self.fates, (bucket, fate), 1)
         self.log_ratio += np.histogram(log_ratio, LOG_RATIO_EDGES)[0]
-        kept_ratio = np.exp(log_ratio[fate == Fate.KEPT], dtype=np.float64)  # inside the band, so never extreme
+        kept_ratio = np.exp(log_ratio[fate == Fate.KEPT], dtype=np.float64)  # float64 holds any that occurs
         self.add(tokens=len(lag), weight=weight, weight_squared=np.square(weight, dtype=np.float64),
                  kept_ratio=kept_ratio, lag=lag, entropy=entropy, log_ratio=log_ratio, log_ratio_abs=np.abs(log_ratio))
 

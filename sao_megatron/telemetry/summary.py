@@ -13,7 +13,7 @@ from sao_megatron.trajectory.store import EvaluationRow, StepRow, Store
 
 STARTED_AT = "started_at"
 """Key of the store's state: when the launcher started the processes, Unix seconds."""
-_PHASES = ("wait", "critic", "policy", "publish", "other")
+_PHASES = ("wait", "critic", "recompute", "policy", "publish", "other")
 
 
 def write_summary(run_dir: Path) -> dict[str, Any]:

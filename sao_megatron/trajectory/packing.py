@@ -61,27 +61,36 @@ def pack(trajectories: list[Trajectory], packed_length: int) -> MicroBatch:
         last=starts[1:len(trajectories) + 1].astype(np.int64) - 1)
 
 
+def mini_batches(trajectories: list[Trajectory], count: int, group_size: int = 1) -> list[list[Trajectory]]:
+    """Cut a batch into `count` consecutive parts of whole groups, equal where the number of groups allows."""
+    groups = [trajectories[i:i + group_size] for i in range(0, len(trajectories), group_size)]
+    bounds = [len(groups) * part // count for part in range(count + 1)]
+    return [sum(groups[start:end], []) for start, end in zip(bounds, bounds[1:], strict=False)]
+
+
 def micro_batches(trajectories: list[Trajectory], dp_size: int, dp_rank: int, token_budget: int,
-                  multiple_of: int = 1, equal_length: bool = False) -> list[MicroBatch]:
+                  multiple_of: int = 1, equal_length: bool = False, unit: int = 1) -> list[MicroBatch]:
     """This data parallel rank's share of a global batch, the same number of micro-batches on every rank.
 
     Deterministic: every rank calls it with the same list. A micro-batch exceeds `token_budget` only when one
     trajectory does; a rank with too few trajectories gets empty micro-batches (padding only). Packed lengths are
     multiples of `multiple_of` (sequence parallelism splits them evenly), and one and the same over all micro-batches
-    and ranks with `equal_length` (the allgather dispatcher exchanges equal shapes).
+    and ranks with `equal_length` (the allgather dispatcher exchanges equal shapes). Each `unit` consecutive
+    trajectories stay together, in order (the pairs of a preference).
     """
-    sizes = [len(t) for t in trajectories]
-    ranks = []  # per rank: micro-batches of trajectory indices
+    units = [range(i, min(i + unit, len(trajectories))) for i in range(0, len(trajectories), unit)]
+    sizes = [sum(len(trajectories[i]) for i in members) for members in units]
+    ranks = []  # per rank: micro-batches of unit indices
     for share in _balance(sizes, dp_size):
         ranks.append([[share[i] for i in bin] for bin in _fill([sizes[i] for i in share], token_budget)])
     count = max(len(bins) for bins in ranks)
 
     def packed_length(members: list[int]) -> int:
-        return -(-max(sum(sizes[i] for i in members), 1) // multiple_of) * multiple_of
+        return -(-max(sum(sizes[u] for u in members), 1) // multiple_of) * multiple_of
     longest = max(packed_length(members) for bins in ranks for members in bins)
     mine = ranks[dp_rank] + [[]] * (count - len(ranks[dp_rank]))
-    return [pack([trajectories[i] for i in members], longest if equal_length else packed_length(members))
-            for members in mine]
+    return [pack([trajectories[i] for u in members for i in units[u]],
+                 longest if equal_length else packed_length(members)) for members in mine]
 
 
 def _balance(sizes: list[int], shares: int) -> list[list[int]]:

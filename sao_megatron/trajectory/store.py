@@ -30,6 +30,7 @@ CREATE TABLE trajectories (
     num_tokens INTEGER NOT NULL, num_actions INTEGER NOT NULL, min_version INTEGER, max_version INTEGER,
     created REAL NOT NULL, leased_by TEXT, step INTEGER);
 CREATE INDEX by_state ON trajectories (state, seq);
+CREATE INDEX by_group ON trajectories (group_id);
 CREATE TABLE blobs (row INTEGER PRIMARY KEY REFERENCES trajectories, blob BLOB NOT NULL);
 CREATE TABLE steps (step INTEGER PRIMARY KEY, version INTEGER NOT NULL, time REAL NOT NULL, metrics TEXT NOT NULL);
 CREATE TABLE evaluations (name TEXT NOT NULL, version INTEGER NOT NULL, episodes INTEGER NOT NULL,
@@ -155,25 +156,41 @@ class Store:
             if added.rowcount:
                 self._db.execute("INSERT INTO blobs VALUES (?, ?)", (added.lastrowid, blob))
 
-    def lease(self, count: int, owner: str, version: int, max_token_lag: int | None = None) -> list[Trajectory]:
+    def lease(self, count: int, owner: str, version: int, max_token_lag: int | None = None,
+              group_size: int = 1) -> list[Trajectory]:
         """Take exactly `count` ready trajectories, lowest seq first; [] if fewer are ready.
 
         `version` is the learner's weight version. Ready trajectories with a token from more than `max_token_lag`
         versions before it are first marked dropped, reason "stale" (also where the answer is [], so that pacing gives
-        their places to new episodes).
+        their places to new episodes). With `group_size` > 1, which must divide `count`, only complete groups are taken,
+        each one's members together; what is left of a group of which a member failed or was dropped is itself dropped,
+        reason "incomplete group", so that it cannot hold pacing's places.
         """
         with self._transaction():
             if max_token_lag is not None:
                 self._db.execute("UPDATE trajectories SET state = 'dropped', reason = 'stale' "
                                  "WHERE state = 'ready' AND min_version < ?", (version - max_token_lag,))
-            rows = [row for row, in self._db.execute(
-                "SELECT row FROM trajectories WHERE state = 'ready' ORDER BY seq, row LIMIT ?", (count,))]
+            if group_size > 1:
+                self._db.execute(_DROP_INCOMPLETE.format(
+                    broken="EXISTS (SELECT 1 FROM trajectories AS other WHERE other.group_id = trajectories.group_id "
+                           "AND other.state IN ('dropped', 'error'))"))
+            rows = [row for row, in self._db.execute(_READY_GROUPS, dict(count=count, size=group_size))]
             if len(rows) < count:
                 return []
             self._db.execute("UPDATE trajectories SET state = 'leased', leased_by = ? "
                              "WHERE row IN (SELECT value FROM json_each(?))", (owner, json.dumps(rows)))
         # Outside the transaction: reading large blobs must not keep the controller from appending.
         return [decode(self._one("SELECT blob FROM blobs WHERE row = ?", row)[0]) for row in rows]
+
+    def drop_unfinishable(self, group_size: int) -> None:
+        """Drop the ready members of groups that lack members which nobody is sampling any more.
+
+        For a controller that starts again: the episodes that were in flight are lost, and it starts no old seq.
+        """
+        with self._transaction():
+            self._db.execute(_DROP_INCOMPLETE.format(
+                broken="(SELECT COUNT(*) FROM trajectories AS other WHERE other.group_id = trajectories.group_id) "
+                       f"< {int(group_size)}"))
 
     def release(self, owner: str | None = None) -> int:
         """Return the leases of a dead learner (of every learner, without `owner`) to ready; how many there were."""
@@ -258,6 +275,13 @@ class Store:
         return None if row is None else (row[0], row[1])
 
 
+_DROP_INCOMPLETE = ("UPDATE trajectories SET state = 'dropped', reason = 'incomplete group' "
+                    "WHERE state = 'ready' AND {broken}")
+# A group's seqs are consecutive, so that ordering by seq keeps its members together.
+_READY_GROUPS = """
+    SELECT row FROM trajectories WHERE state = 'ready' AND (:size = 1 OR group_id IN (
+        SELECT group_id FROM trajectories WHERE state = 'ready' GROUP BY group_id HAVING COUNT(*) = :size))
+    ORDER BY seq, row LIMIT :count"""
 _COLUMNS = ("id", "seq", "task", "prompt_id", "group_id", "status", "state", "reason", "reward", "solved", "num_tokens",
             "num_actions", "min_version", "max_version", "created")
 _INSERT = (f"INSERT INTO trajectories ({', '.join(_COLUMNS)}) VALUES ({', '.join(f':{name}' for name in _COLUMNS)}) "

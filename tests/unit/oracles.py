@@ -1,4 +1,4 @@
-"""The algorithm a second time, written to be checked by eye: ALGORITHM.md §1, §2, §3, §7, §8 in NumPy float64.
+"""The algorithm a second time, written to be checked by eye: ALGORITHM.md §1, §2, §3, §5, §7, §8 in NumPy float64.
 
 Nothing here is shared with the package: other formulas (sums instead of recursions), other data layouts (whole token
 sequences instead of flat action tokens), loops instead of vector code. Where the two disagree, one of them is wrong.
@@ -127,6 +127,27 @@ def whiten(advantages, eps=1e-6) -> np.ndarray:
     advantages = np.asarray(advantages, float)
     centred = advantages - advantages.mean()
     return centred / (math.sqrt((centred ** 2).mean()) + eps)
+
+
+def step_gae(level, turns, rewards, values, alpha, last_value=0.0) -> np.ndarray:
+    """GAE over the turns of one trajectory, given per action token; every token gets its turn's advantage."""
+    steps = sorted(set(turns))
+    at = {turn: [k for k, other in enumerate(turns) if other == turn] for turn in steps}
+    value = [np.mean([values[k] for k in at[t]]) if level == "average" else values[at[t][-1]] for t in steps]
+    mask, reward = [False] + [True] * len(steps), [0.0, *(sum(rewards[k] for k in at[t]) for t in steps)]
+    advantage = skip_observation_gae(mask, reward, [*value, last_value], adaptive_lambda(len(steps), alpha),
+                                     bootstrap=True)
+    return np.array([advantage[steps.index(turn)] for turn in turns])
+
+
+def running_mean(prompts, outcomes, per_prompt=8, overall=128) -> list[float]:
+    """Reward minus the mean of the last 8 of the same prompt, else of the last 128 of all; 0 for the very first."""
+    result = []
+    for i, prompt in enumerate(prompts):
+        same = [outcomes[j] for j in range(i) if prompts[j] == prompt][-per_prompt:]
+        history = same or list(outcomes[:i])[-overall:]
+        result.append(outcomes[i] - np.mean(history) if history else 0.0)
+    return result
 
 
 # §3 and §7: what is reported ------------------------------------------------------------------------------------------

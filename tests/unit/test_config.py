@@ -26,7 +26,7 @@ def refusal(recipe, *overrides) -> str:
 # If this fails, a recipe that names only what has no default is refused, or a default changed its meaning.
 def test_minimal_recipe(recipe):
     config = run_config.load(recipe)
-    assert (config.batch.trajectories, config.algorithm.eps_low, config.algorithm.eps_high) == (128, 0.3, 5.0)
+    assert (config.batch.trajectories, config.algorithm.preset, config.algorithm.eps_high) == (128, "sao", None)
     assert config.run_dir.as_posix() == "runs/test"
     assert config.total_steps == config.steps + config.algorithm.critic_only_steps
 

@@ -165,11 +165,11 @@ def config(**sections):
                       evaluation=dict(episodes=15), rollout=dict(concurrency=8, max_lag=1)) | sections)
 
 
-async def learn(store: Store, steps: int, batch: int = 6) -> None:
+async def learn(store: Store, steps: int, batch: int = 6, group: int = 1) -> None:
     """Take `steps` steps through the store as the learner would."""
     store.set_published(0, 0)
     for step in range(steps):
-        while not (leased := store.lease(batch, "learner", version=step)):
+        while not (leased := store.lease(batch, "learner", version=step, group_size=group)):
             await asyncio.sleep(0.005)
         store.mark_trained(step, step + 1, [trajectory.id for trajectory in leased], {})
         store.set_published(step + 1, step + 1)
@@ -226,6 +226,44 @@ def test_restarted_controller_continues_at_the_next_seq(tmp_path):
         assert [evaluation.name for evaluation in store.evaluations()] == ["start", "end"]
     seqs = [seq for seq, in sqlite3.connect(tmp_path / "store.db").execute("SELECT seq FROM trajectories")]
     assert len(set(seqs)) == len(seqs)
+
+
+class FlakyGuess(GuessNumber):
+    """Every ninth environment fails."""
+
+    made = 0
+
+    def environment(self, prompt):
+        self.made += 1
+        if self.made % 9 == 0:
+            raise OSError("no host")
+        return super().environment(prompt)
+
+
+def test_groups_with_failed_or_lost_members_never_stall(tmp_path):
+    """Fails if a failed episode or a killed controller leaves a group that the learner waits for, or trains in part."""
+    grouped = config(algorithm=dict(preset="grpo_dis", rollouts_per_prompt=3), evaluation={},
+                     rollout=dict(concurrency=8, max_lag=0, environment_retries=0))
+
+    async def first_half(store):
+        store.set_published(0, 0)
+        controller = asyncio.create_task(run_controller(grouped, FlakyGuess(), store, [FakeEngine(binary_search)]))
+        await until_ready(store, 4)
+        controller.cancel()
+        await asyncio.wait([controller])
+
+    async def second_half(store):
+        learner = asyncio.create_task(learn(store, steps=8, group=3))
+        await asyncio.wait_for(run_controller(grouped, FlakyGuess(), store, [FakeEngine(binary_search)]), 60)
+        await learner
+    with Store(tmp_path / "store.db") as store:
+        asyncio.run(first_half(store))
+        asyncio.run(second_half(store))
+        assert store.counts()["trained"] == 48 and store.counts()["error"] > 0
+        assert store.summary_rows().reasons["incomplete group"] > 0
+    sizes = sqlite3.connect(tmp_path / "store.db").execute(
+        "SELECT COUNT(*) FROM trajectories WHERE state = 'trained' GROUP BY group_id")
+    assert {size for size, in sizes} == {3}
 
 
 def test_controller_stays_within_the_admitted_number(tmp_path):

@@ -1,11 +1,21 @@
 """Skip-observation GAE, returns and baselines: flat action arrays through `pack` against whole token sequences."""
 import numpy as np
 import oracles
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sao_megatron.algorithm.advantage import adaptive_lambda, gae, group_advantage, returns, spread
+from sao_megatron.algorithm.advantage import (
+    RunningMean,
+    adaptive_lambda,
+    gae,
+    group_advantage,
+    preference,
+    returns,
+    spread,
+    step_gae,
+)
 from sao_megatron.trajectory.packing import pack
 from sao_megatron.trajectory.types import Trajectory, TrajectoryBuilder
 
@@ -148,3 +158,48 @@ def test_property_group_of_equals_gets_no_advantage(size, outcome):
     """Fails if rounding gives a group without any difference an advantage: 1e-6 in the divisor magnifies it."""
     got = group_advantage(torch.full((size,), outcome), torch.zeros(size, dtype=torch.long))
     np.testing.assert_allclose(got, np.zeros(size), atol=1e-6)
+
+
+@pytest.mark.parametrize("level", ["average", "last_token"])
+def test_property_step_level_equals_oracle(level):
+    """Fails if a turn's value or reward takes in another turn's tokens, or λ counts tokens instead of turns."""
+    @quick
+    @given(batches, st.integers(0, 2**32 - 1), st.sampled_from([1.5, 0.05]), st.booleans())
+    def check(batch, seed, alpha, bootstrap):
+        packed, head, heads = packed_with_values(batch, seed)
+        turns = [t.turns[t.action_mask] for t in batch]
+        last_values = torch.from_numpy(head[packed.last]) if bootstrap else None
+        got = step_gae(level, torch.from_numpy(packed.rewards), torch.from_numpy(head[packed.predict]),
+                       torch.from_numpy(packed.lengths), torch.from_numpy(np.concatenate(turns)), alpha, last_values)
+        expected = [oracles.step_gae(
+            level, mine.tolist(), oracles.action_rewards(t.action_mask, t.rewards),
+            oracles.state_values(t.action_mask, h, False)[:-1], alpha, float(h[-1]) if bootstrap else 0.0)
+            for t, h, mine in zip(batch, heads, turns, strict=True)]
+        np.testing.assert_allclose(got, np.concatenate(expected), rtol=1e-4, atol=1e-5)
+    check()
+
+
+@quick
+@given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from([0.0, 1.0, 0.5])), min_size=1, max_size=60),
+       st.lists(st.integers(0, 60), max_size=4))
+def test_property_running_mean_equals_oracle(history, cuts):
+    """Fails if a reward is part of its own baseline, or the state depends on how the batches are cut."""
+    prompts, outcomes = [f"p{p}" for p, _ in history], [r for _, r in history]
+    running, got = RunningMean(per_prompt=8, overall=16), []
+    bounds = [0, *sorted(min(cut, len(history)) for cut in cuts), len(history)]
+    for start, end in zip(bounds, bounds[1:], strict=False):
+        got += running.advantages(prompts[start:end], outcomes[start:end]).tolist()
+    np.testing.assert_allclose(got, oracles.running_mean(prompts, outcomes, 8, 16), atol=1e-6)
+
+
+def test_oracle_running_mean_of_prompts_that_never_recur():
+    """Fails if online mode keeps more than the last 128 rewards, or compares a new prompt with nothing."""
+    running = RunningMean()
+    first = running.advantages([f"p{i}" for i in range(200)], [1.0] * 72 + [0.0] * 128)
+    assert first[0] == 0 and first[72] == -1
+    assert running.advantages(["new"], [1.0]).tolist() == [1.0]
+
+
+def test_oracle_preference_of_pairs():
+    """Fails if the worse of a pair is chosen, or a tie is not nobody's."""
+    assert preference(torch.tensor([1.0, 0.0, 0.2, 0.9, 0.5, 0.5])).tolist() == [1, -1, -1, 1, 0, 0]

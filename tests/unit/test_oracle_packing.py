@@ -3,7 +3,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sao_megatron.trajectory.packing import micro_batches
+from sao_megatron.trajectory.packing import micro_batches, mini_batches
 from sao_megatron.trajectory.types import TrajectoryBuilder
 
 quick = settings(max_examples=60, deadline=None)
@@ -73,3 +73,29 @@ def test_property_ranks_carry_similar_loads(batch, dp_size):
         counts.append(len(members))
     assert max(loads) - min(loads) <= max((len(t) for t in batch), default=0)
     assert min(counts) > 0 or max(counts) <= 1
+
+
+@quick
+@given(pairs=st.integers(0, 7), dp_size=st.integers(1, 4), budget=st.integers(1, 60), unit=st.integers(1, 3),
+       seed=st.integers(0, 2**32 - 1))
+def test_property_units_stay_together(pairs, dp_size, budget, unit, seed):
+    """Fails if a preference's pair is split over micro-batches, or its order within one changes."""
+    rng = np.random.default_rng(seed)
+    batch = [trajectory(int(rng.integers(1, 4)), int(rng.integers(1, 20))) for _ in range(pairs * unit)]
+    place = {t.id: i for i, t in enumerate(batch)}
+    for rank in range(dp_size):
+        for micro in micro_batches(batch, dp_size, rank, budget, unit=unit):
+            members = [place[t.id] for t in micro.trajectories]
+            for i in range(0, len(members), unit):
+                assert members[i] % unit == 0 and members[i:i + unit] == [members[i] + k for k in range(unit)]
+
+
+@quick
+@given(groups=st.integers(0, 9), size=st.integers(1, 4), count=st.integers(1, 5))
+def test_property_mini_batches_are_whole_groups_in_order(groups, size, count):
+    """Fails if a mini-batch tears a group, loses a trajectory, or one is much larger than another."""
+    batch = [trajectory(1, 1) for _ in range(groups * size)]
+    parts = mini_batches(batch, count, size)
+    assert len(parts) == count and [t.id for part in parts for t in part] == [t.id for t in batch]
+    assert all(len(part) % size == 0 for part in parts)
+    assert max(map(len, parts)) - min(map(len, parts)) <= size

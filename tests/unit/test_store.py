@@ -170,3 +170,44 @@ def test_concurrent_learners_never_lease_the_same(tmp_path):
     leased = [word for learner in learners for word in learner.communicate()[0].split()]
     assert [learner.returncode for learner in learners] == [0, 0]
     assert len(leased) == 800 and len(set(leased)) == 800
+
+
+def member(group: str, version: int = 0, status: Status = Status.COMPLETED, **info) -> Trajectory:
+    builder = TrajectoryBuilder([1], "prompt", "task", group)
+    builder.add_action([6, 2], [-1.0, -0.1], [version, version])
+    return builder.build(status, **info)
+
+
+def test_lease_takes_complete_groups_only(store):
+    """Fails if a group advantage is computed over part of a group, or its members are torn apart in the batch."""
+    order = [("b", 2), ("a", 0), ("c", 4), ("b", 3), ("c", 5)]
+    for group, seq in order:
+        store.append(member(group), seq)
+    assert store.lease(6, "learner", version=0, group_size=2) == []
+    assert [t.group_id for t in store.lease(4, "learner", version=0, group_size=2)] == ["b", "b", "c", "c"]
+    store.append(member("a"), 1)
+    assert [t.group_id for t in store.lease(2, "learner", version=0, group_size=2)] == ["a", "a"]
+
+
+def test_broken_groups_are_dropped_and_counted(store):
+    """Fails if what is left of a group with a failed or stale member waits for ever, in pacing's places."""
+    store.append(member("failed", status=Status.ERROR, error="no host"), 0)
+    store.append(member("failed", 9), 1)
+    for seq, version in ((2, 1), (3, 9)):
+        store.append(member("stale", version), seq)
+    for seq in (4, 5):
+        store.append(member("whole", 9), seq)
+    assert {t.group_id for t in store.lease(2, "learner", 9, max_token_lag=3, group_size=2)} == {"whole"}
+    store.append(member("failed", 9), 6)  # a member that was in flight when its group broke
+    assert store.lease(2, "learner", 9, max_token_lag=3, group_size=2) == []
+    assert store.counts()["ready"] == 0
+    assert store.summary_rows().reasons == {"incomplete group": 3, "no host": 1, "stale": 1}
+
+
+def test_groups_that_lost_a_member_in_flight_are_dropped(store):
+    """Fails if a restarted controller leaves groups that nobody completes, or drops one that is whole."""
+    for group, seq in (("whole", 0), ("whole", 1), ("lost", 2)):
+        store.append(member(group), seq)
+    store.drop_unfinishable(2)
+    assert store.counts()["dropped"] == 1 and store.summary_rows().reasons == {"incomplete group": 1}
+    assert len(store.lease(2, "learner", version=0, group_size=2)) == 2
