@@ -48,9 +48,10 @@ def reference(hidden, weight, targets, coefficients_of, temperature, entropy_coe
 
 
 def one_pass(hidden, weight, targets, objective, temperature, chunk):
-    """(HeadOutput, [d hidden, d weight]) in float32."""
+    """(HeadOutput, [d hidden, d weight]) in float32, in chunks of `chunk` tokens."""
     hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    output = one_pass_head(hidden, weight, targets, objective, OneRank(), temperature, chunk)
+    output = one_pass_head(hidden, weight, targets, objective, OneRank(), temperature,
+                           logits_bytes=chunk * len(weight) * 4)
     output.loss.backward()
     return output, [hidden.grad, weight.grad]
 
