@@ -98,11 +98,12 @@ class _OnePassHead(torch.autograd.Function):
 def _already_in_main_grad(weight: Tensor) -> Tensor | None:
     """The gradient to hand to autograd for a weight whose true one is in main_grad.
 
-    As in Megatron's own fused accumulation, DDP's hook must see some gradient (it refuses None when it overlaps the
-    reduction), and `grad_added_to_main_grad` makes it drop what it sees: the weight itself, which takes no memory. Of
-    a weight shared with the embedding (`zero_out_wgrad`) the hook adds what it sees, which is then the embedding's.
+    As in Megatron's own fused accumulation: where DDP has marked the weight, its hook must see some gradient (it
+    refuses None when it overlaps the reduction), then drops it because of `grad_added_to_main_grad`. It sees the
+    weight itself, which takes no memory; nothing may add to that before the hook drops it, and nothing does. Of a
+    weight shared with the embedding (`zero_out_wgrad`) the hook adds what it sees, which is then the embedding's.
     """
-    if not weight.requires_grad or getattr(weight, "zero_out_wgrad", False):
+    if not hasattr(weight, "grad_added_to_main_grad") or getattr(weight, "zero_out_wgrad", False):
         return None
     weight.grad_added_to_main_grad = True
     return weight.detach()
@@ -140,10 +141,10 @@ class _Chunk:
         self.block = max(1, _BLOCK_BYTES // (4 * len(weight)))
         _multiply(self.hidden, weight.t(), out=self.exponentials)
         self.own = self._exponentiate()
-        self.parts, self.gather = self.own[None], None
+        self.gathered, self.gather = self.own, None
         if group.size() > 1:
-            self.parts = self.own.new_empty(group.size(), *self.own.shape)
-            self.gather = dist.all_gather_into_tensor(self.parts, self.own, group=group, async_op=True)
+            self.gathered = self.own.new_empty(4 * group.size(), len(local))
+            self.gather = dist.all_gather_into_tensor(self.gathered, self.own, group=group, async_op=True)
 
     def _exponentiate(self) -> Tensor:
         """Turn logits z into e = exp(z − max z), in place. Returns [4, rows]: max z, Σ e, Σ e·(z − max z), z_y or 0."""
@@ -162,7 +163,7 @@ class _Chunk:
         """Wait for the other shards' sums; sets `logprobs` and `entropy`, float32 [rows]."""
         if self.gather is not None:
             self.gather.wait()
-        maxima, totals, weighted, target_logit = self.parts.unbind(1)  # [tp, rows] each
+        maxima, totals, weighted, target_logit = self.gathered.unflatten(0, (-1, 4)).unbind(1)  # [tp, rows] each
         maximum = maxima.amax(0)
         shift = maxima - maximum
         total = (totals * shift.exp()).sum(0)
