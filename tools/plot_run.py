@@ -31,14 +31,14 @@ def draw(runs: list[Path], out: Path) -> None:
     for run in runs:
         with Store(RunFolder(run).store_path) as store:
             steps, evaluations = store.steps(), store.evaluations()
-        for axis, (key, title, width) in zip(axes, PANELS, strict=True):
+        for axis, (key, _, width) in zip(axes, PANELS, strict=True):
             points = [(row.step, row.metrics[key]) for row in steps if key in row.metrics]
             x, y = np.array(points).T
             line, = axis.plot(x, smooth(y, width), label=run.name, linewidth=1.2)
             if key == "reward/solve_rate":
                 ends = {"start": x[0], "end": x[-1]}
-                axis.scatter([ends[row.name] for row in evaluations], [row.solved / row.episodes for row in evaluations],
-                             color=line.get_color(), zorder=3, s=30)
+                rates = [row.solved / row.episodes for row in evaluations]
+                axis.scatter([ends[row.name] for row in evaluations], rates, color=line.get_color(), zorder=3, s=30)
     for axis, (_, title, width) in zip(axes, PANELS, strict=True):
         axis.set_title(title + (f" (mean of {width} steps)" if width > 1 else ""), fontsize=10)
         axis.set_xlabel("learner step")

@@ -65,8 +65,9 @@ def policy_pass(model, batches: list[DeviceBatch], objectives: list[Objective], 
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden_states)
         weight = output_layer.weight if output_weight is None else output_weight
+        unscaled = config.grad_scale_func is None  # then the schedule's gradient of the loss is 1
         output = one_pass_head(hidden[:, 0].index_select(0, batch.predict), weight, batch.targets, objective, group,
-                               temperature)
+                               temperature, into_main_grad=unscaled and hasattr(weight, "main_grad"))
         outputs.append(output)
         return output.loss
 
@@ -103,9 +104,10 @@ def _count(batch: DeviceBatch) -> Tensor:
 
 def _run(model, step, items: list, seq_length: int, forward_only: bool) -> None:
     # seq_length matters only where micro-batches are of equal length; otherwise pipeline stages exchange shapes
-    get_forward_backward_func()(
-        forward_step_func=step, data_iterator=iter(items), model=[model], num_microbatches=len(items),
-        seq_length=seq_length, micro_batch_size=1, forward_only=forward_only)
+    with torch.set_grad_enabled(not forward_only):  # Megatron's own switch only leaves out the backward
+        get_forward_backward_func()(
+            forward_step_func=step, data_iterator=iter(items), model=[model], num_microbatches=len(items),
+            seq_length=seq_length, micro_batch_size=1, forward_only=forward_only)
 
 
 def reports() -> bool:

@@ -65,11 +65,19 @@ def reference(hidden, weight, targets, coefficients_of, temperature=1.0, entropy
 
 
 def one_pass(hidden, weight, targets, objective, temperature, chunk):
-    """(HeadOutput, [d hidden, d weight]) in float32."""
+    """(HeadOutput, [d hidden, d weight]) in float32, in chunks of `chunk` tokens."""
     hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    output = one_pass_head(hidden, weight, targets, objective, OneRank(), temperature, chunk)
+    output = one_pass_head(hidden, weight, targets, objective, OneRank(), temperature,
+                           logits_bytes=chunk * len(weight) * 4)
     output.loss.backward()
     return output, [hidden.grad, weight.grad]
+
+
+def assert_same_gradients(got: list[torch.Tensor], expected: list[torch.Tensor]):
+    """To 1e-5 of each gradient's largest entry."""
+    for mine, theirs in zip(got, expected, strict=True):
+        scale = theirs.abs().max().item() if theirs.numel() else 0.0
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-5 * scale)
 
 
 def assert_equal(output, gradients, expected: Reference, factors: tuple[torch.Tensor, torch.Tensor], entropy_coef=0.0):
@@ -146,3 +154,72 @@ def test_oracle_loss_divided_by_all_actions_is_the_documents_loss():
     by_logits = torch.from_numpy(oracles.policy_loss_gradient(logits, targets.numpy(), c))
     for mine, theirs in zip(gradients, (by_logits @ weight.double(), by_logits.T @ hidden.double()), strict=True):
         np.testing.assert_allclose(mine / 14, theirs, rtol=0, atol=1e-5 * theirs.abs().max().item())
+
+
+def weight_with_main_grad(values: torch.Tensor) -> torch.nn.Parameter:
+    """A weight as Megatron's DDP makes it: a float32 gradient beside it, and a hook that leaves no other."""
+    weight = torch.nn.Parameter(values.clone())
+    weight.main_grad = torch.zeros(values.shape)
+    weight.grad_added_to_main_grad = False
+
+    def drop(weight):
+        assert weight.grad_added_to_main_grad
+        weight.grad = None
+    weight.register_post_accumulate_grad_hook(drop)
+    return weight
+
+
+def into_main_grad(hidden, weight, targets, objective, chunk: int):
+    return one_pass_head(hidden, weight, targets, objective, OneRank(), into_main_grad=True,
+                         logits_bytes=chunk * len(weight) * 4).loss
+
+
+def test_main_grad_sums_micro_batches_whatever_the_order_of_their_backwards():
+    """Fails if a pipeline with several micro-batches in flight loses or doubles a head gradient."""
+    hidden, values, targets, advantages, rollout = problem(4, 30, 40, 8, 1.0, INSIDE + OUTSIDE)
+    weight, halves = weight_with_main_grad(values), [slice(0, 11), slice(11, 30)]
+    hiddens = [hidden[rows].clone().requires_grad_() for rows in halves]
+    losses = [into_main_grad(mine, weight, targets[rows], PolicyGradient(rollout[rows], advantages[rows]), 4)
+              for mine, rows in zip(hiddens, halves, strict=True)]
+    for loss in reversed(losses):
+        loss.backward()
+    _, expected = one_pass(hidden, values, targets, PolicyGradient(rollout, advantages), 1.0, 30)
+    assert weight.grad_added_to_main_grad and torch.equal(weight, values)
+    assert_same_gradients([torch.cat([mine.grad for mine in hiddens]), weight.main_grad], expected)
+
+
+def test_no_gradient_goes_into_main_grad_without_a_backward():
+    """Fails if scoring (a pass without gradient) changes the next update, or costs three products instead of one."""
+    hidden, values, targets, *_ = problem(5, 12, 30, 8, 1.0, [0.0])
+    weight = weight_with_main_grad(values)
+    with torch.no_grad():
+        loss = into_main_grad(hidden, weight, targets, NegativeLogLikelihood(), 5)
+    assert not loss.requires_grad and not weight.main_grad.any()
+
+
+def test_a_loss_scaled_after_the_forward_is_refused():
+    """Fails if loss scaling would scale every gradient but the head's, silently."""
+    hidden, values, targets, *_ = problem(6, 12, 30, 8, 1.0, [0.0])
+    loss = into_main_grad(hidden.requires_grad_(), weight_with_main_grad(values), targets, NegativeLogLikelihood(), 5)
+    with pytest.raises(RuntimeError, match="the loss was scaled"):
+        (2 * loss).backward()
+
+
+def test_a_frozen_weight_gets_no_gradient():
+    """Fails if the head computes or adds the gradient of a weight that is not trained."""
+    hidden, weight, targets, *_ = problem(7, 12, 30, 8, 1.0, [0.0])
+    hidden.requires_grad_()
+    one_pass_head(hidden, weight, targets, NegativeLogLikelihood(), OneRank()).loss.backward()
+    assert hidden.grad.any() and weight.grad is None
+
+
+def test_bfloat16_weights_accumulate_in_float32():
+    """Fails if the head's gradient is summed over chunks in bfloat16, which loses most of a long batch."""
+    hidden, values, targets, *_ = problem(8, 512, 50, 16, 1.0, [0.0])
+    hidden, values = hidden.bfloat16(), values.bfloat16()
+    expected = reference(hidden, values, targets, np.ones_like).gradients
+    hidden, weight = hidden.requires_grad_(), weight_with_main_grad(values)
+    into_main_grad(hidden, weight, targets, NegativeLogLikelihood(), 2).backward()
+    errors = [float((mine.double() - theirs).norm() / theirs.norm())
+              for mine, theirs in zip([hidden.grad, weight.main_grad], expected, strict=True)]
+    assert max(errors) < 4e-3, errors

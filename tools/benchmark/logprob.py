@@ -1,0 +1,251 @@
+"""The policy head measured: `python tools/benchmark/logprob.py [--tp 2] [--json FILE]`.
+
+Time (forward + backward) and peak memory of the DIS loss from hidden states, by four heads, at one vocabulary and width:
+  full     logits of all tokens, log_softmax, autograd
+  megatron logits of all tokens, Megatron-Core's vocab_parallel_cross_entropy, autograd
+  packaged torch.nn.functional.linear_cross_entropy in chunks, on the action tokens; it knows no vocabulary shards
+  one pass sao_megatron's
+Each ends with the weight's gradient added to a float32 `main_grad` that exists beforehand, as under Megatron's DDP.
+Every measurement has its own process(es); rounds interleave the heads, and the table shows medians. Memory is the peak
+above weights, main_grad and inputs: resident memory on a CPU, allocated on a GPU. Time is that of the slowest rank: on
+a CPU the process's own CPU seconds, which other jobs on the machine change little; on a GPU elapsed seconds. The aims
+are ratios to `full` at the same share of action tokens. Nothing is asserted.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from sao_megatron.learner import runtime  # noqa: F401  isort: skip  (before Megatron: makes it run without a GPU)
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+
+from sao_megatron.algorithm.objective import PolicyGradient
+from sao_megatron.device import has_gpu
+from sao_megatron.learner.logprob import one_pass_head
+
+HEADS = ("full", "megatron", "packaged", "one pass")
+SHARES = (1.0, 0.2)
+MEMORY_AIM = 1 / 8
+TIME_AIMS = {1.0: 1.05, 0.2: 0.30}
+
+
+@dataclass
+class Problem:
+    """hidden [tokens, h], weight [V/tp, h] with main_grad, actions [n] (which tokens are), targets and objective [n]."""
+
+    hidden: torch.Tensor
+    weight: torch.nn.Parameter
+    actions: torch.Tensor
+    targets: torch.Tensor
+    objective: PolicyGradient
+
+    def loss(self, logprobs: torch.Tensor) -> torch.Tensor:
+        """The DIS loss by autograd; logprobs: [n]."""
+        return -(self.objective.coefficients(logprobs.detach(), 0) * logprobs).sum()
+
+
+def make_problem(args: argparse.Namespace) -> Problem:
+    """Random inputs in which nearly every action token is kept: log-probs are about −log V, ratios about 1."""
+    device, dtype = "cuda" if has_gpu() else "cpu", getattr(torch, args.dtype)
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device)
+    weight = torch.nn.Parameter(normal(args.vocabulary // args.tp, args.hidden).mul_(1e-3).to(dtype))
+    weight.main_grad = torch.empty(weight.shape, device=device).zero_()  # zeros() would leave its memory untouched
+    count = round(args.tokens * args.share)
+    actions = torch.randperm(args.tokens, generator=generator, device=device)[:count].sort().values
+    targets = torch.randint(args.vocabulary, (count,), generator=generator, device=device)
+    rollout = 0.1 * normal(count) - torch.tensor(float(args.vocabulary)).log()
+    objective = PolicyGradient(rollout, normal(count))
+    return Problem(normal(args.tokens, args.hidden).to(dtype).requires_grad_(), weight, actions, targets, objective)
+
+
+class _SumOverShards(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor, group):
+        total = tensor.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+def full(p: Problem, group: dist.ProcessGroup) -> torch.Tensor:
+    logits = (p.hidden @ p.weight.t()).float()
+    if group.size() == 1:
+        return p.loss(torch.log_softmax(logits, -1)[p.actions, p.targets])
+    # shards: each normalises by itself, then by the exchanged normalisers
+    own = torch.logsumexp(logits, -1)
+    total = _SumOverShards.apply(own.exp(), group).log()
+    local = p.targets - group.rank() * len(p.weight)
+    here = (local >= 0) & (local < len(p.weight))
+    chosen = logits[p.actions, local.clamp(0, len(p.weight) - 1)] * here
+    return p.loss(_SumOverShards.apply(chosen, group) - total[p.actions])
+
+
+def megatron(p: Problem, group: dist.ProcessGroup) -> torch.Tensor:
+    targets = p.actions.new_zeros(len(p.hidden)).index_copy(0, p.actions, p.targets)
+    losses = vocab_parallel_cross_entropy(p.hidden @ p.weight.t(), targets, tp_group=group)
+    return p.loss(-losses[p.actions])
+
+
+def packaged(p: Problem, group: dist.ProcessGroup) -> torch.Tensor:
+    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=512, chunking_method=None)
+    losses = F.linear_cross_entropy(p.hidden[p.actions], p.weight, p.targets, reduction="none", options=options)
+    return p.loss(-losses)
+
+
+def one_pass(p: Problem, group: dist.ProcessGroup) -> torch.Tensor:
+    return one_pass_head(p.hidden[p.actions], p.weight, p.targets, p.objective, group, into_main_grad=True).loss
+
+
+LOSSES: dict[str, Callable[[Problem, dist.ProcessGroup], torch.Tensor]] = dict(
+    zip(HEADS, (full, megatron, packaged, one_pass), strict=True))
+
+
+@dataclass(frozen=True)
+class Measurement:
+    seconds: float
+    elapsed: float
+    peak_bytes: int
+
+
+def resident(field: str) -> int:
+    """VmRSS (now) or VmHWM (peak) of this process, in bytes."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+def measure(p: Problem, head: str, group: dist.ProcessGroup) -> Measurement:
+    """One forward and backward; on a GPU the second, since the first compiles and chooses kernels."""
+    def run() -> None:
+        LOSSES[head](p, group).backward()
+        if p.weight.grad is not None:
+            p.weight.main_grad.add_(p.weight.grad)
+        p.weight.grad = p.hidden.grad = None
+    if has_gpu():
+        run()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    else:
+        torch.mm(p.hidden.detach()[:8], p.weight.detach()[:8].t())  # makes the product library's own memory exist
+        before = resident("VmRSS")
+    dist.barrier(group)
+    cpu, clock = time.process_time(), time.perf_counter()
+    run()
+    if has_gpu():
+        torch.cuda.synchronize()
+    elapsed, seconds = time.perf_counter() - clock, time.process_time() - cpu
+    peak = torch.cuda.max_memory_allocated() if has_gpu() else resident("VmHWM")
+    return Measurement(elapsed if has_gpu() else seconds, elapsed, peak - before)
+
+
+def worker(args: argparse.Namespace) -> None:
+    """One rank of one measurement; rank 0 prints the worst of all ranks as JSON."""
+    if has_gpu():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    else:
+        torch.set_num_threads(args.threads)
+    dist.init_process_group("nccl" if has_gpu() else "gloo", timeout=timedelta(minutes=10))
+    mine = measure(make_problem(args), args.head, dist.group.WORLD)
+    ranks: list = [None] * args.tp
+    dist.all_gather_object(ranks, mine)
+    if dist.get_rank() == 0:
+        print(json.dumps({key: max(asdict(rank)[key] for rank in ranks) for key in asdict(mine)}))
+    dist.destroy_process_group()
+
+
+def run_worker(args: argparse.Namespace, head: str, share: float) -> Measurement:
+    """Measure in fresh processes; RuntimeError with their output if they fail or take over 15 minutes."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.tp}", __file__,
+               "--head", head, "--share", str(share)]
+    for name in ("tokens", "vocabulary", "hidden", "dtype", "tp", "threads"):
+        command += [f"--{name}", str(getattr(args, name))]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path[1:]), "OMP_NUM_THREADS": str(args.threads)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    if done.returncode:
+        raise RuntimeError(f"the {head} head failed at {share:.0%} action tokens:\n{done.stderr[-3000:]}")
+    return Measurement(**json.loads(done.stdout.strip().splitlines()[-1]))
+
+
+def summarise(args: argparse.Namespace, found: dict[tuple[str, float], list[Measurement]]) -> list[dict]:
+    """One row per head and share: medians, ratios to `full`, and whether the aims are met (of one pass)."""
+    rows = []
+    for (head, share), runs in found.items():
+        seconds, peak = (statistics.median(getattr(run, name) for run in runs) for name in ("seconds", "peak_bytes"))
+        base = found["full", share]
+        row = dict(head=head, share=share, seconds=seconds, peak_bytes=peak,
+                   elapsed=statistics.median(run.elapsed for run in runs),
+                   time_ratio=seconds / statistics.median(run.seconds for run in base),
+                   memory_ratio=peak / statistics.median(run.peak_bytes for run in base))
+        if head == "one pass":
+            row |= dict(time_aim=TIME_AIMS[share], time_met=row["time_ratio"] <= TIME_AIMS[share],
+                        memory_aim=MEMORY_AIM, memory_met=row["memory_ratio"] <= MEMORY_AIM)
+        rows.append(row)
+    return rows
+
+
+def show(args: argparse.Namespace, rows: list[dict]) -> None:
+    clock = "elapsed" if has_gpu() else "CPU"
+    print(f"{args.tokens} tokens, vocabulary {args.vocabulary}, hidden {args.hidden}, {args.dtype}, TP {args.tp}, "
+          f"{torch.cuda.get_device_name() if has_gpu() else f'CPU, {args.threads} thread(s) a rank'}; "
+          f"median of {args.rounds}")
+    print(f"{'action tokens':>13}  {'head':<9}{clock + ' s':>10}{'of full':>9}{'peak MB':>9}{'of full':>9}  aims")
+    for row in rows:
+        aims = ""
+        if "time_met" in row:
+            aims = (f"time ≤ {row['time_aim']:.2f}: {'met' if row['time_met'] else 'missed'}; "
+                    f"memory ≤ {row['memory_aim']:.3f}: {'met' if row['memory_met'] else 'missed'}")
+        print(f"{row['share']:>13.0%}  {row['head']:<9}{row['seconds']:>10.2f}{row['time_ratio']:>9.3f}"
+              f"{row['peak_bytes'] / 1e6:>9.0f}{row['memory_ratio']:>9.3f}  {aims}".rstrip())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    gpu = has_gpu()
+    parser.add_argument("--tokens", type=int, default=32768 if gpu else 4096, help="default: %(default)s")
+    parser.add_argument("--vocabulary", type=int, default=151936, help="default: %(default)s")
+    parser.add_argument("--hidden", type=int, default=2048, help="default: %(default)s")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16" if gpu else "float32",
+                        help="default: %(default)s")
+    parser.add_argument("--tp", type=int, default=1, help="ranks, each with its part of the vocabulary (default: 1)")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of a rank (default: 1)")
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of each (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows here")
+    parser.add_argument("--head", choices=HEADS, help=argparse.SUPPRESS)  # set in the processes this one starts
+    parser.add_argument("--share", type=float, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.head:
+        worker(args)
+        return
+    heads = [head for head in HEADS if head != "packaged" or args.tp == 1]
+    found: dict[tuple[str, float], list[Measurement]] = {(head, share): [] for share in SHARES for head in heads}
+    for _ in range(args.rounds):
+        for head, share in found:
+            found[head, share].append(run_worker(args, head, share))
+    rows = summarise(args, found)
+    show(args, rows)
+    if args.json:
+        args.json.write_text(json.dumps(dict(tokens=args.tokens, vocabulary=args.vocabulary, hidden=args.hidden,
+                                             dtype=args.dtype, tp=args.tp, rounds=args.rounds, rows=rows), indent=1))
+
+
+if __name__ == "__main__":
+    main()
