@@ -5,13 +5,16 @@ together and are watched until the learner has finished, or until one of them di
 """
 from __future__ import annotations
 
+import random
 import shutil
 import socket
 import sys
 import time
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException
+from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from sao_megatron import config as run_config
@@ -19,14 +22,22 @@ from sao_megatron.config import RunConfig
 from sao_megatron.device import gpu_names, has_gpu
 from sao_megatron.errors import RunError, UserError
 from sao_megatron.run_folder import RunFolder
-from sao_megatron.supervisor import ProcessSpec, Supervisor
+from sao_megatron.supervisor import ProcessSpec, Supervisor, last_words
 from sao_megatron.telemetry import summary
 from sao_megatron.telemetry.progress import Progress
 from sao_megatron.trajectory.store import Store
 
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
 POLL_SECONDS = 0.5
+FREE_PORTS = range(10000, 32768)
+"""Where ports for engines are sought: Linux gives those above to outgoing connections, and an engine binds its port up
+to a minute after it was found free."""
 EXIT_SECONDS = 600.0
 """Between the end of the first learner rank or of the controller, and the end of all of them."""
+ENGINE_END_SECONDS = 15.0
+"""For an engine that lost its scheduler to end (SGLang notices within 1 s, then collects dumps for 5 s)."""
 
 
 def train(recipe: Path, overrides: list[str]) -> None:
@@ -60,6 +71,8 @@ class Plan:
     controller: ProcessSpec
     learners: list[ProcessSpec]
     urls: list[str]
+    rendezvous: TCPStore | None = None
+    """Where the learner ranks find each other; it must live as long as they do."""
 
     @property
     def processes(self) -> list[ProcessSpec]:
@@ -119,27 +132,37 @@ def _devices(config: RunConfig) -> list[str]:
 
 
 def _engine_ports(config: RunConfig) -> list[int]:
-    from sao_megatron.engine.process import free_port
-    count, first = config.engine.count, config.engine.port
+    host, first, count = config.engine.host, config.engine.port, config.engine.count
     if first == 0:
-        ports: set[int] = set()
-        while len(ports) < count:
-            ports.add(free_port())
-        return sorted(ports)
-    for port in range(first, first + count):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((config.engine.host, port))
-            except (OSError, OverflowError) as error:
-                raise UserError(f"engine.port={first}: port {port} of {config.engine.host} cannot be used ({error}): "
-                                f"choose another, or 0 for free ones") from None
-    return list(range(first, first + count))
+        free = (port for port in random.sample(FREE_PORTS, len(FREE_PORTS)) if _cannot_bind(host, port) is None)
+        ports = sorted(islice(free, count))
+        if len(ports) < count:
+            raise UserError(f"engine.host={host}: {len(ports)} ports can be used, {count} are needed "
+                            f"({_cannot_bind(host, FREE_PORTS[0])}): give an address of this machine")
+        return ports
+    ports = list(range(first, first + count))
+    for port in ports:
+        if error := _cannot_bind(host, port):
+            raise UserError(f"engine.port={first}: port {port} of {host} cannot be used ({error}): "
+                            f"choose another, or 0 for free ones")
+    return ports
+
+
+def _cannot_bind(host: str, port: int) -> Exception | None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except (OSError, OverflowError) as error:
+            return error
+    return None
 
 
 def _plan(config: RunConfig, folder: RunFolder, urls: list[str], devices: list[str] | None) -> Plan:
     """`devices`: GPU names, None without GPUs."""
-    from sao_megatron.engine.process import engine_command, engine_environment, free_port
+    from torch.distributed import TCPStore
+
+    from sao_megatron.engine.process import engine_command, engine_environment
     ranks, tp, gpu = config.parallel.ranks, config.engine.tp, devices is not None
     common = {"PYTHONUNBUFFERED": "1"} | ({} if gpu else {"OMP_NUM_THREADS": "1"})
     cli = [sys.executable, "-m", "sao_megatron.cli"]
@@ -150,11 +173,15 @@ def _plan(config: RunConfig, folder: RunFolder, urls: list[str], devices: list[s
     engines = [ProcessSpec(f"engine-{i}",
                            engine_command(config, folder.model_dir(config), urlsplit(url).port, gpu),
                            engine_environment(gpu, tp) | on(ranks + i * tp, tp)) for i, url in enumerate(urls)]
-    group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    # The ranks meet at a store of ours, as under torchrun: a free port that rank 0 were to bind later could be taken.
+    rendezvous = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(rendezvous.port),
+             "TORCHELASTIC_USE_AGENT_STORE": "True"}
     learners = [ProcessSpec(f"learner-{rank}", [*cli, "learner", str(folder.path)],
                             on(0, ranks) | group | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
                 for rank in range(ranks)]
-    return Plan(engines, ProcessSpec("controller", [*cli, "controller", str(folder.path)], common), learners, urls)
+    controller = ProcessSpec("controller", [*cli, "controller", str(folder.path)], common)
+    return Plan(engines, controller, learners, urls, rendezvous)
 
 
 def _run(config: RunConfig, folder: RunFolder, plan: Plan, store: Store, progress: Progress) -> None:
@@ -175,8 +202,8 @@ class Watch:
     def __init__(self, config: RunConfig, plan: Plan, store: Store, supervisor: Supervisor, progress: Progress):
         self._config, self._store, self._supervisor, self._progress = config, store, supervisor, progress
         self._workers = {spec.name for spec in [*plan.learners, plan.controller]}
-        self._starting = dict(zip((spec.name for spec in plan.engines), plan.urls, strict=True))
-        self._engines = len(plan.engines)
+        self._urls = dict(zip((spec.name for spec in plan.engines), plan.urls, strict=True))
+        self._starting = dict(self._urls)
         self._started = time.monotonic()
         self._first_end: float | None = None
         self._last_step, self._steps = -1, 0
@@ -191,10 +218,8 @@ class Watch:
         self._show_steps()
 
     def _all_ended(self, ended: dict[str, int]) -> bool:
-        # Read after the exit codes were: a rank first says that the run is finished, then ends.
-        finished = self._store.get_state("learner_finished", False)
-        if failed := [name for name, code in ended.items() if code or not finished or name not in self._workers]:
-            raise self._supervisor.failure(failed)
+        if failed := self._failed(ended):
+            raise self._failure(failed)
         if ended and self._first_end is None:
             self._first_end = time.monotonic()
         missing = sorted(self._workers - ended.keys())
@@ -202,6 +227,25 @@ class Watch:
             raise RunError(f"{', '.join(missing)} still run {EXIT_SECONDS:.0f} s after the run had finished and "
                            f"{', '.join(sorted(ended))} had ended: see {self._supervisor.log_path(missing[0])}")
         return not missing
+
+    def _failed(self, ended: dict[str, int]) -> list[str]:
+        # Read after the exit codes were: a rank first says that the run is finished, then ends.
+        finished = self._store.get_state("learner_finished", False)
+        return [name for name, code in ended.items() if code or not finished or name not in self._workers]
+
+    def _failure(self, failed: list[str]) -> RunError:
+        """The error for processes that ended. Where they blame an engine, it gets time to end and to say why itself."""
+        deadline = time.monotonic() + ENGINE_END_SECONDS
+        while not (engines := [name for name in failed if name in self._urls]):
+            if not self._blame_an_engine(failed) or time.monotonic() > deadline:
+                return self._supervisor.failure(failed)
+            time.sleep(POLL_SECONDS)
+            failed = self._failed(self._supervisor.poll())
+        return self._supervisor.failure(failed, suspects=engines)
+
+    def _blame_an_engine(self, failed: list[str]) -> bool:
+        reasons = [last_words(self._supervisor.log_path(name))[0] for name in failed]
+        return any(url in reason for url in self._urls.values() for reason in reasons)
 
     def _check_engines(self) -> None:
         for name, url in list(self._starting.items()):
@@ -220,8 +264,9 @@ class Watch:
     def _show_status(self) -> None:
         """Start-up stage by stage; later only where nothing else was shown for a while."""
         if self._store.published() is None:
-            healthy = self._engines - len(self._starting)
-            self._progress.status(f"start-up: engines {healthy}/{self._engines} ready, learner {self._learner_stage()}")
+            healthy = len(self._urls) - len(self._starting)
+            self._progress.status(f"start-up: engines {healthy}/{len(self._urls)} ready, "
+                                  f"learner {self._learner_stage()}")
         elif self._progress.quiet():
             self._progress.status(self._doing())
 

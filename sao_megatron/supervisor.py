@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,6 +26,8 @@ GRACE_SECONDS = 10.0
 """Between SIGTERM and SIGKILL."""
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
+_RANK = re.compile(r"^\[rank\d+\]: ")
+"""What torch.distributed puts before each line of a traceback."""
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
@@ -106,9 +109,12 @@ class Supervisor:
         for child in self._children.values():
             child.poll()
 
-    def failure(self, names: list[str]) -> RunError:
-        """The error for children that ended though they should not have; the one whose log ended first is to blame."""
-        name = min(names, key=lambda name: self.log_path(name).stat().st_mtime)
+    def failure(self, names: list[str], suspects: list[str] | None = None) -> RunError:
+        """The error for children that ended though they should not have.
+
+        To blame is the one of `suspects` (of all, without) whose log ended first.
+        """
+        name = min(suspects or names, key=lambda name: self.log_path(name).stat().st_mtime)
         others = f" (then also {', '.join(sorted(set(names) - {name}))})" if len(names) > 1 else ""
         code = self._children[name].returncode
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
@@ -136,13 +142,14 @@ def _living(sessions: set[int]) -> list[psutil.Process]:
 def last_words(log: Path, lines: int = 5) -> tuple[str, list[str]]:
     """Why a process ended, as far as its log tells: (the reason in one line, the last `lines` lines).
 
-    The reason is our own one-sentence error, else the last line of the last traceback, else the last line.
+    The reason is our own one-sentence error, else the last line of the last traceback, else what SGLang says of a
+    process that it lost, else the last line.
     """
-    text = _tail(log).splitlines()
-    text = [line.rstrip() for line in text if line.strip()]
+    text = [_RANK.sub("", line).rstrip() for line in _tail(log).splitlines()]
+    text = [line for line in text if line]
     if not text:
         return "its log is empty", []
-    return _own_error(text) or _traceback_end(text) or text[-1].strip(), text[-lines:]
+    return _own_error(text) or _traceback_end(text) or _lost_process(text) or text[-1].strip(), text[-lines:]
 
 
 def _own_error(text: list[str]) -> str | None:
@@ -155,6 +162,10 @@ def _traceback_end(text: list[str]) -> str | None:
     if not starts:
         return None
     return next((line for line in text[starts[-1] + 1:] if not line[0].isspace()), None)
+
+
+def _lost_process(text: list[str]) -> str | None:
+    return next((line for line in reversed(text) if re.search(r"Subprocess \S+ \(pid=\d+\) crashed", line)), None)
 
 
 def _tail(path: Path, size: int = 65536) -> str:

@@ -5,6 +5,7 @@ critic before it moves, gives the values that the policy's advantages use (ALGOR
 """
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from sao_megatron.learner import model as models
@@ -62,7 +63,8 @@ class Critic:
 
 
 def _count(batch: DeviceBatch, statistics: Statistics) -> None:
-    value, target, advantage = (to_numpy(batch.results[name]) for name in ("values", "returns", "advantages"))
+    value, target, advantage = (
+        to_numpy(batch.results[name]).astype(np.float64) for name in ("values", "returns", "advantages"))
     error = target - value
     statistics.add(value_tokens=len(value), value=value, error=error, error_squared=error**2, advantage=advantage,
                    advantage_squared=advantage**2, **{"return": target, "return_squared": target**2})

@@ -51,6 +51,7 @@ class Learner:
         self.trainer = Trainer(config, hf_config, hf.initial_weights(config, self.model_dir))
         self.version = 0
         self.clock = Clock()
+        self._appended = 0  # action tokens in the store when the last step was recorded
         self.store = Store(folder.store_path) if self.is_head else None
         self.writer = StepWriter(folder.path / "tensorboard") if self.is_head else None
 
@@ -149,7 +150,7 @@ class Learner:
         """Seconds by phase since the last step was recorded, and tokens per second of learner and engines."""
         appended = self.store.appended_tokens()
         seconds = self.clock.restart()
-        sampled, self._appended = appended - getattr(self, "_appended", 0), appended
+        sampled, self._appended = appended - self._appended, appended
         counts = self.store.counts()
         return {f"seconds/{name}": value for name, value in seconds.items()} | {
             "learner/tokens_per_second": metrics["tokens/total"] / seconds["step"],

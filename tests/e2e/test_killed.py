@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import signal
+import time
 
 import psutil
 import pytest
@@ -43,7 +44,7 @@ def check_store(run: Run, appended: set[str]) -> None:
 # If one fails, a run that lost a part hangs or leaves processes behind, hides the cause, or loses what was sampled.
 @pytest.mark.parametrize(("words", "name"), [
     (["sao_megatron.cli controller"], "controller"),
-    (["sao_megatron.cli learner", "RANK=1"], "learner-1"),
+    (["sao_megatron.cli learner", "RANK=0"], "learner-0"),
     (["sglang::scheduler"], "engine-0"),
 ])
 def test_killed_process_ends_the_run(start_run, words, name):
@@ -69,5 +70,19 @@ def test_ctrl_c(start_run):
     run.process.send_signal(signal.SIGINT)
     assert run.wait(END_SECONDS) == 130
     assert run.err == "sao-megatron: interrupted\n"
+    assert run.survivors() == []
+    check_store(run, appended)
+
+
+# If this fails, a `train` that is killed, as by the kernel for want of memory, leaves engines and ranks running.
+def test_killed_launcher(start_run):
+    run = start_run("orphaned", *ENDLESS)
+    run.until(lambda: run.steps() >= 3, "three steps")
+    run.children()
+    appended = run.appended()
+    run.process.kill()
+    deadline = time.monotonic() + END_SECONDS
+    while run.survivors() and time.monotonic() < deadline:
+        time.sleep(0.1)
     assert run.survivors() == []
     check_store(run, appended)
