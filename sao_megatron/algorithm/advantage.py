@@ -40,25 +40,6 @@ def returns(rewards: Tensor, lengths: Tensor, gamma: float = 1.0, last_values: T
                last_values)
 
 
-def _discounted_sum(x: Tensor, factor: Tensor, block: int = 64) -> Tensor:
-    """y_k = x_k + c·y_{k+1} along the last dimension; x: [m, n], factor c in [0, 1]: [m].
-
-    Block by block from the end: inside a block one product with the powers of c, between blocks the first y of the
-    one after. A loop over single tokens would take seconds for a trajectory of 100 k tokens.
-    """
-    power = torch.arange(block, device=x.device)
-    ahead = power[None, :] - power[:, None]  # how many steps later column j is than row i
-    powers = torch.where(ahead >= 0, factor[:, None, None] ** ahead.clamp_min(0), 0.0)  # [m, block, block]
-    carry, result = torch.zeros(len(x), dtype=x.dtype, device=x.device), torch.empty_like(x)
-    for start in reversed(range(0, x.size(1), block)):
-        part = x[:, start:start + block]
-        size = part.size(1)
-        y = torch.einsum("mij,mj->mi", powers[:, :size, :size], part)
-        y += carry[:, None] * factor[:, None] ** (size - power[:size])
-        result[:, start:start + block], carry = y, y[:, 0]
-    return result
-
-
 def step_gae(level: str, rewards: Tensor, values: Tensor, lengths: Tensor, turns: Tensor, alpha: float,
              last_values: Tensor | None = None) -> Tensor:
     """GAE with one action per turn, the paper's ablation of token-level GAE (SAO §4; ALGORITHM.md §5).
@@ -77,6 +58,25 @@ def step_gae(level: str, rewards: Tensor, values: Tensor, lengths: Tensor, turns
     advantage = gae(zero.index_add(0, index, rewards.double()), value, turns_of, adaptive_lambda(turns_of, alpha),
                     last_values=last_values)
     return advantage[index]
+
+
+def _discounted_sum(x: Tensor, factor: Tensor, block: int = 64) -> Tensor:
+    """y_k = x_k + c·y_{k+1} along the last dimension; x: [m, n], factor c in [0, 1]: [m].
+
+    Block by block from the end: inside a block one product with the powers of c, between blocks the first y of the
+    one after. A loop over single tokens would take seconds for a trajectory of 100 k tokens.
+    """
+    power = torch.arange(block, device=x.device)
+    ahead = power[None, :] - power[:, None]  # how many steps later column j is than row i
+    powers = torch.where(ahead >= 0, factor[:, None, None] ** ahead.clamp_min(0), 0.0)  # [m, block, block]
+    carry, result = torch.zeros(len(x), dtype=x.dtype, device=x.device), torch.empty_like(x)
+    for start in reversed(range(0, x.size(1), block)):
+        part = x[:, start:start + block]
+        size = part.size(1)
+        y = torch.einsum("mij,mj->mi", powers[:, :size, :size], part)
+        y += carry[:, None] * factor[:, None] ** (size - power[:size])
+        result[:, start:start + block], carry = y, y[:, 0]
+    return result
 
 
 def spread(per_trajectory: Tensor, lengths: Tensor) -> Tensor:

@@ -17,8 +17,8 @@ CRITIC_ONLY = {"policy_updated": False, "mask/dropped": 0.5, "lag/mean": 0.0, "l
                "engine/tokens_per_second": 10.0}
 UPDATE = {"policy_updated": True, "mask/dropped": 0.02, "lag/mean": 1.0, "lag/max": 2, "seconds/step": 3.0,
           "seconds/wait": 1.0, "seconds/critic": 0.5, "seconds/recompute": 0.25, "seconds/policy": 0.75,
-          "seconds/publish": 0.25, "seconds/other": 0.25, "learner/tokens_per_second": 200.0, "engine/tokens_per_second": None,
-          "reward/mean": 0.25, "reward/solve_rate": 0.5}
+          "seconds/publish": 0.25, "seconds/other": 0.25, "learner/tokens_per_second": 200.0,
+          "engine/tokens_per_second": None, "reward/mean": 0.25, "reward/solve_rate": 0.5}
 
 
 def trajectory(versions: tuple[int, int]) -> Trajectory:
