@@ -1,6 +1,6 @@
 """The policy head measured: `python tools/benchmark/logprob.py [--tp 2] [--json FILE]`.
 
-Time (forward + backward) and peak memory of the DIS loss from hidden states, by four heads, at one vocabulary and width:
+Time (forward + backward) and peak memory of the DIS loss from hidden states, by four heads:
   full     logits of all tokens, log_softmax, autograd
   megatron logits of all tokens, Megatron-Core's vocab_parallel_cross_entropy, autograd
   packaged torch.nn.functional.linear_cross_entropy in chunks, on the action tokens; it knows no vocabulary shards
@@ -30,10 +30,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from sao_megatron.learner import runtime  # noqa: F401  isort: skip  (before Megatron: makes it run without a GPU)
+from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 
 from sao_megatron.algorithm.objective import PolicyGradient
 from sao_megatron.device import has_gpu
+from sao_megatron.engine.process import free_port
 from sao_megatron.learner.logprob import one_pass_head
 
 HEADS = ("full", "megatron", "packaged", "one pass")
@@ -44,7 +46,7 @@ TIME_AIMS = {1.0: 1.05, 0.2: 0.30}
 
 @dataclass
 class Problem:
-    """hidden [tokens, h], weight [V/tp, h] with main_grad, actions [n] (which tokens are), targets and objective [n]."""
+    """hidden [tokens, h]; weight [V/tp, h] with main_grad; actions [n]: which tokens are; targets, objective: of n."""
 
     hidden: torch.Tensor
     weight: torch.nn.Parameter
@@ -74,29 +76,17 @@ def make_problem(args: argparse.Namespace) -> Problem:
     return Problem(normal(args.tokens, args.hidden).to(dtype).requires_grad_(), weight, actions, targets, objective)
 
 
-class _SumOverShards(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, tensor, group):
-        total = tensor.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
-
-
 def full(p: Problem, group: dist.ProcessGroup) -> torch.Tensor:
     logits = (p.hidden @ p.weight.t()).float()
     if group.size() == 1:
         return p.loss(torch.log_softmax(logits, -1)[p.actions, p.targets])
     # shards: each normalises by itself, then by the exchanged normalisers
     own = torch.logsumexp(logits, -1)
-    total = _SumOverShards.apply(own.exp(), group).log()
+    total = reduce_from_tensor_model_parallel_region(own.exp().clone(), group).log()  # in place: hence the clones
     local = p.targets - group.rank() * len(p.weight)
     here = (local >= 0) & (local < len(p.weight))
     chosen = logits[p.actions, local.clamp(0, len(p.weight) - 1)] * here
-    return p.loss(_SumOverShards.apply(chosen, group) - total[p.actions])
+    return p.loss(reduce_from_tensor_model_parallel_region(chosen.clone(), group) - total[p.actions])
 
 
 def megatron(p: Problem, group: dist.ProcessGroup) -> torch.Tensor:
@@ -173,16 +163,19 @@ def worker(args: argparse.Namespace) -> None:
 
 
 def run_worker(args: argparse.Namespace, head: str, share: float) -> Measurement:
-    """Measure in fresh processes; RuntimeError with their output if they fail or take over 15 minutes."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.tp}", __file__,
-               "--head", head, "--share", str(share)]
+    """Measure in fresh processes. RuntimeError with their output if one fails or takes over 15 minutes."""
+    command = [sys.executable, __file__, "--head", head, "--share", str(share)]
     for name in ("tokens", "vocabulary", "hidden", "dtype", "tp", "threads"):
         command += [f"--{name}", str(getattr(args, name))]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path[1:]), "OMP_NUM_THREADS": str(args.threads)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
-    if done.returncode:
-        raise RuntimeError(f"the {head} head failed at {share:.0%} action tokens:\n{done.stderr[-3000:]}")
-    return Measurement(**json.loads(done.stdout.strip().splitlines()[-1]))
+    common = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path[1:]), "OMP_NUM_THREADS": str(args.threads),
+                           "WORLD_SIZE": str(args.tp), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [subprocess.Popen(command, env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, text=True,
+                              stdout=subprocess.PIPE, stderr=subprocess.PIPE) for rank in range(args.tp)]
+    outputs = [rank.communicate(timeout=900) for rank in ranks]
+    for rank, (_, errors) in zip(ranks, outputs, strict=True):
+        if rank.returncode:
+            raise RuntimeError(f"the {head} head failed at {share:.0%} action tokens:\n{errors[-3000:]}")
+    return Measurement(**json.loads(outputs[0][0].strip().splitlines()[-1]))
 
 
 def summarise(args: argparse.Namespace, found: dict[tuple[str, float], list[Measurement]]) -> list[dict]:
