@@ -42,6 +42,8 @@ class ParallelSection(Section):
     """Tensor parallel size of attention, embeddings and head (sequence parallelism is on when > 1)."""
     pp: int = Field(1, ge=1)
     """Pipeline parallel size."""
+    cp: int = Field(1, ge=1)
+    """Context parallel size: the tokens of every sequence are spread over this many ranks."""
     ep: int = Field(1, ge=1)
     """Expert parallel size: the experts are spread over this many ranks."""
     etp: int = Field(1, ge=1)
@@ -51,12 +53,22 @@ class ParallelSection(Section):
 
     @property
     def dp(self) -> int:
-        return self.ranks // (self.tp * self.pp)
+        return self.ranks // (self.tp * self.pp * self.cp)
+
+    @property
+    def sequence_multiple(self) -> int:
+        """Packed sequences are padded to multiples of this many tokens: a context parallel rank holds two chunks."""
+        return 2 * self.cp if self.cp > 1 else 1
+
+    @property
+    def packed_multiple(self) -> int:
+        """Packed micro-batches are padded to multiples of this: sequence parallelism splits each rank's part evenly."""
+        return self.sequence_multiple * self.tp
 
     @model_validator(mode="after")
     def _fits(self):
-        if self.ranks % (self.tp * self.pp):
-            raise ValueError(f"ranks={self.ranks} is not a multiple of tp*pp = {self.tp}*{self.pp}")
+        if self.ranks % (self.tp * self.pp * self.cp):
+            raise ValueError(f"ranks={self.ranks} is not a multiple of tp*pp*cp = {self.tp}*{self.pp}*{self.cp}")
         if self.ranks % (self.ep * self.etp * self.pp):
             raise ValueError(f"ranks={self.ranks} is not a multiple of ep*etp*pp = {self.ep}*{self.etp}*{self.pp}")
         return self

@@ -29,7 +29,7 @@ class Critic:
         self.model = Optimized(wrap(module), config.critic_optimizer, config.total_steps)
 
     def train(self, batches: list[DeviceBatch], statistics: Statistics) -> dict[str, float]:
-        """K updates. Leaves `values`, `returns` and `advantages` [n] in each batch's results (last pipeline stage)."""
+        """K updates. Leaves `values`, `returns` and `advantages` [k] in each batch's results (last pipeline stage)."""
         norm = rate = 0.0
         for update in range(self.preset.critic_updates):
             self.model.zero_grad()
@@ -40,25 +40,37 @@ class Critic:
         return {"critic/grad_norm": norm, "critic/lr": rate}
 
     def _first_loss(self, batch: DeviceBatch, values: torch.Tensor, last_values: torch.Tensor) -> torch.Tensor:
-        """The loss, keeping the values it saw and the advantages that follow from them."""
-        bootstrap, detached = self._bootstrap(batch, last_values), values.detach()
+        """The loss, keeping the values it saw and the advantages that follow from them.
+
+        Advantages run along whole trajectories, so every context parallel rank computes them all and keeps its own.
+        """
+        bootstrap = self._bootstrap(batch, last_values)
         lam = adv.adaptive_lambda(batch.lengths, self.preset.lambda_alpha)
-        batch.results |= dict(
-            values=detached, returns=adv.returns(batch.rewards, batch.lengths, last_values=bootstrap),
-            advantages=adv.gae(batch.rewards, detached, batch.lengths, lam, last_values=bootstrap))
-        return self._loss(batch, values, last_values)
+        advantages = adv.gae(batch.rewards, batch.whole(values), batch.lengths, lam, last_values=bootstrap)
+        batch.results |= dict(values=values.detach(), returns=_targets(batch, bootstrap),
+                              advantages=advantages[batch.held])
+        return _squared_error(values, batch.results["returns"])
 
     def _loss(self, batch: DeviceBatch, values: torch.Tensor, last_values: torch.Tensor) -> torch.Tensor:
-        """Squared error to the reward-to-go, summed over action tokens."""
-        target = adv.returns(batch.rewards, batch.lengths, last_values=self._bootstrap(batch, last_values))
-        return (values - target).square().sum()
+        return _squared_error(values, _targets(batch, self._bootstrap(batch, last_values)))
 
     def _bootstrap(self, batch: DeviceBatch, last_values: torch.Tensor) -> torch.Tensor | None:
-        """V after the last action: 0, or the value at the cut of truncated trajectories where the config says so."""
+        """V after the last action, [m]: 0 (None), or the value at the cut of truncated trajectories if configured."""
         if not self.config.algorithm.bootstrap_truncated:
             return None
-        cut = torch.tensor([t.status is Status.TRUNCATED for t in batch.source.trajectories], device=last_values.device)
-        return last_values * cut
+        cut = torch.tensor([t.status is Status.TRUNCATED for t in batch.source.trajectories], dtype=torch.bool,
+                           device=last_values.device)
+        return batch.whole_last(last_values) * cut
+
+
+def _targets(batch: DeviceBatch, bootstrap: torch.Tensor | None) -> torch.Tensor:
+    """Reward-to-go of the held action tokens."""
+    return adv.returns(batch.rewards, batch.lengths, last_values=bootstrap)[batch.held]
+
+
+def _squared_error(values: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Summed over action tokens."""
+    return (values - target).square().sum()
 
 
 def _count(batch: DeviceBatch, statistics: Statistics) -> None:

@@ -25,6 +25,7 @@ def transformer_config(hf: dict, parallel: ParallelSection, dtype: torch.dtype) 
         moe_token_dispatcher_type=parallel.dispatcher,
         bf16=dtype == torch.bfloat16, params_dtype=dtype, pipeline_dtype=dtype,
         tensor_model_parallel_size=parallel.tp, pipeline_model_parallel_size=parallel.pp,
+        context_parallel_size=parallel.cp,
         expert_model_parallel_size=parallel.ep, expert_tensor_parallel_size=parallel.etp,
         sequence_parallel=parallel.tp > 1,  # MoE with tensor parallelism needs it
         variable_seq_lengths=varies_in_length(parallel),

@@ -1,7 +1,8 @@
 """One forward (and backward) pass of a model over a step's micro-batches, through Megatron-Core's pipeline schedule.
 
 Losses are sums over action tokens; Megatron divides the gradients by the number of action tokens of the whole global
-batch (`calculate_per_token_loss`), so layout, packing and micro-batching never change them.
+batch (`calculate_per_token_loss`), so layout, packing and micro-batching never change them. Under context parallelism
+a rank computes its share of every sequence and counts the action tokens that it predicts, so each counts once.
 """
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from sao_megatron.learner import runtime
@@ -21,35 +23,82 @@ from megatron.core.tensor_parallel import (copy_to_tensor_model_parallel_region,
 
 from sao_megatron.algorithm.objective import Objective
 from sao_megatron.learner.logprob import HeadOutput, one_pass_head
-from sao_megatron.trajectory.packing import MicroBatch
+from sao_megatron.trajectory.packing import MicroBatch, context_share
 
 
 @dataclass(eq=False)
 class DeviceBatch:
-    """A micro-batch on this rank's device; tensors as in MicroBatch."""
+    """This rank's share of a micro-batch, on its device: k of the n action tokens (all of them without context
+    parallelism). What needs whole trajectories, advantages above all, is computed on all n by every rank."""
 
     source: MicroBatch
+    """The whole micro-batch, on the host."""
     tokens: Tensor
+    """[1, T/cp]."""
     positions: Tensor
+    """[1, T/cp]."""
     packed: PackedSeqParams
+    """Lengths of the whole sequences."""
+    held: Tensor
+    """[k]: which of the n action tokens this rank predicts."""
     predict: Tensor
+    """[k]: the rows of `tokens` that predict them."""
     targets: Tensor
+    """[k]."""
     rollout_logprobs: Tensor
+    """[k]."""
     rewards: Tensor
+    """[n]."""
     lengths: Tensor
+    """[m]: action tokens of each trajectory."""
+    held_last: Tensor
+    """[j]: the trajectories whose last token this rank holds."""
     last: Tensor
+    """[j]: the rows of `tokens` where those are."""
     results: dict = field(default_factory=dict)
+    """Per-token tensors of the held action tokens, [k] each."""
+
+    @property
+    def held_versions(self) -> np.ndarray:
+        """int32 [k]."""
+        return self.source.versions[self.held.cpu().numpy()]
+
+    def owner(self, index: int) -> str:
+        """Id of the trajectory that the held action token `index` belongs to."""
+        ends = self.lengths.cumsum(0)
+        return self.source.trajectories[int(torch.searchsorted(ends, self.held[index], right=True))].id
+
+    def whole(self, held: Tensor) -> Tensor:
+        """[k] of the held action tokens -> [n] of all; collective over the context parallel group."""
+        return _combine(held, self.held, len(self.rewards))
+
+    def whole_last(self, held: Tensor) -> Tensor:
+        """[j] of the trajectories whose end is held -> [m] of all; collective over the context parallel group."""
+        return _combine(held, self.held_last, len(self.lengths))
+
+
+def _combine(part: Tensor, places: Tensor, size: int) -> Tensor:
+    group = ps.get_context_parallel_group()
+    whole = part.new_zeros(size).index_copy(0, places, part.detach())
+    if group.size() > 1:
+        dist.all_reduce(whole, group=group)
+    return whole
 
 
 def to_device(batch: MicroBatch) -> DeviceBatch:
+    """This rank's share of a micro-batch."""
+    share = context_share(batch, ps.get_context_parallel_world_size(), ps.get_context_parallel_rank())
+
     def move(array):
         return torch.from_numpy(array).to(runtime.device(), non_blocking=True)
     cu_seqlens, longest = move(batch.cu_seqlens), int((batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]).max())
     packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens,
                              max_seqlen_q=longest, max_seqlen_kv=longest)
-    fields = ("predict", "targets", "rollout_logprobs", "rewards", "lengths", "last")
-    return DeviceBatch(batch, move(batch.tokens)[None], move(batch.positions)[None], packed,
-                       **{name: move(getattr(batch, name)) for name in fields})
+    return DeviceBatch(
+        source=batch, tokens=move(batch.tokens[share.rows])[None], positions=move(batch.positions[share.rows])[None],
+        packed=packed, held=move(share.held), predict=move(share.predict), targets=move(batch.targets[share.held]),
+        rollout_logprobs=move(batch.rollout_logprobs[share.held]), rewards=move(batch.rewards),
+        lengths=move(batch.lengths), held_last=move(share.held_last), last=move(share.last))
 
 
 def policy_pass(model, batches: list[DeviceBatch], objectives: list[Objective], temperature: float,
@@ -76,14 +125,14 @@ def policy_pass(model, batches: list[DeviceBatch], objectives: list[Objective], 
                      output_processor_context=(batch, objective))
         return loss, lambda loss: (loss, _count(batch), {})
 
-    _run(model, step, list(zip(batches, objectives, strict=True)), batches[0].tokens.size(1), forward_only)
+    _run(model, step, list(zip(batches, objectives, strict=True)), batches[0], forward_only)
     return outputs
 
 
 def value_pass(model, batches: list[DeviceBatch], loss: Callable[[DeviceBatch, Tensor, Tensor], Tensor],
                forward_only: bool = False) -> None:
-    """Train the critic. `loss(batch, values [n], last_values [m])` gives a sum over action tokens; it is called on the
-    last pipeline stage only."""
+    """Train the critic. `loss(batch, values [k], last_values [j])` gives a sum over the held action tokens from the
+    head's outputs for them and at the ends of trajectories; it is called on the last pipeline stage only."""
 
     def step(iterator, model):
         batch = next(iterator)
@@ -94,22 +143,23 @@ def value_pass(model, batches: list[DeviceBatch], loss: Callable[[DeviceBatch, T
             return loss(batch, values[batch.predict], values[batch.last].detach()), _count(batch), {}
         return output, loss_of
 
-    _run(model, step, batches, batches[0].tokens.size(1), forward_only)
+    _run(model, step, batches, batches[0], forward_only)
 
 
 def _count(batch: DeviceBatch) -> Tensor:
     return torch.tensor(len(batch.targets), dtype=torch.int, device=runtime.device())
 
 
-def _run(model, step, items: list, seq_length: int, forward_only: bool) -> None:
+def _run(model, step, items: list, first: DeviceBatch, forward_only: bool) -> None:
     # seq_length matters only where micro-batches are of equal length; otherwise pipeline stages exchange shapes
+    seq_length = len(first.source.tokens)  # whole: Megatron divides it by the context parallel size
     get_forward_backward_func()(
         forward_step_func=step, data_iterator=iter(items), model=[model], num_microbatches=len(items),
         seq_length=seq_length, micro_batch_size=1, forward_only=forward_only)
 
 
 def reports() -> bool:
-    """One rank of each last-stage tensor parallel group counts tokens; the others hold the same ones."""
+    """One rank of each last-stage tensor parallel group counts its held tokens; the others hold the same ones."""
     return ps.is_pipeline_last_stage() and ps.get_tensor_model_parallel_rank() == 0
 
 

@@ -84,15 +84,15 @@ class Trainer:
         of = {t.id: score for t, score in zip(trajectories, scores, strict=True)}
         for batch in batches:
             mine = torch.tensor([of[t.id] for t in batch.source.trajectories], device=batch.lengths.device)
-            batch.results["advantages"] = adv.spread(mine, batch.lengths)
+            batch.results["advantages"] = adv.spread(mine, batch.lengths)[batch.held]
 
     def _train_policy(self, batches: list[DeviceBatch], statistics: Statistics, version: int) -> dict[str, float]:
         section = self.config.algorithm
         if section.whiten:
             self._whiten(batches)
         objectives = [PolicyGradient(
-            batch.rollout_logprobs, batch.results.get("advantages", batch.rewards), self.preset.gate, section.eps_low,
-            section.eps_high, section.anchor, section.entropy_coef) for batch in batches]
+            batch.rollout_logprobs, batch.results.get("advantages", batch.rewards[batch.held]), self.preset.gate,
+            section.eps_low, section.eps_high, section.anchor, section.entropy_coef) for batch in batches]
         self.policy.zero_grad()
         outputs = policy_pass(self.policy.ddp, batches, objectives, section.temperature)
         for batch, objective, output in zip(batches, objectives, outputs, strict=False):
@@ -101,7 +101,7 @@ class Trainer:
             batch.results |= dict(logprobs=output.logprobs, entropy=output.entropy, tokens=tokens)
             if reports():
                 statistics.add_tokens(to_numpy(tokens.log_ratio), to_numpy(tokens.weight), to_numpy(tokens.fate),
-                                      version - batch.source.versions, to_numpy(output.entropy))
+                                      version - batch.held_versions, to_numpy(output.entropy))
                 statistics.add(policy_loss=float(output.loss.detach()))
         norm, rate = self.policy.step()
         return {"policy/grad_norm": norm, "policy/lr": rate}
@@ -115,7 +115,7 @@ class Trainer:
             sums += torch.stack([torch.tensor(float(len(a)), device=a.device), a.sum(), a.square().sum()])
         if not present:
             return  # an earlier pipeline stage holds no advantages
-        dist.all_reduce(sums, group=ps.get_data_parallel_group())
+        dist.all_reduce(sums, group=ps.get_data_parallel_group(with_context_parallel=True))
         mean = sums[1] / sums[0]
         std = (sums[2] / sums[0] - mean**2).clamp_min(0).sqrt()
         for batch in present:
@@ -144,7 +144,8 @@ class Trainer:
         outputs = policy_pass(self.policy_ddp, batches, objectives, temperature, forward_only=True)
         mine = {}
         for batch, output in zip(batches, outputs, strict=False):
-            parts = np.split(to_numpy(output.logprobs), np.cumsum(batch.source.lengths)[:-1])
+            logprobs = to_numpy(batch.whole(output.logprobs))
+            parts = np.split(logprobs, np.cumsum(batch.source.lengths)[:-1]) if len(batch.lengths) else []
             mine |= {t.id: part for t, part in zip(batch.source.trajectories, parts, strict=True)}
         gathered: list = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, mine)
@@ -154,8 +155,9 @@ class Trainer:
     def _micro_batches(self, trajectories: list[Trajectory]) -> list[DeviceBatch]:
         return [to_device(batch) for batch in micro_batches(
             trajectories, ps.get_data_parallel_world_size(), ps.get_data_parallel_rank(),
-            self.config.batch.tokens_per_micro_batch, multiple_of=self.config.parallel.tp,
-            equal_length=not models.varies_in_length(self.config.parallel))]
+            self.config.batch.tokens_per_micro_batch, multiple_of=self.config.parallel.packed_multiple,
+            equal_length=not models.varies_in_length(self.config.parallel),
+            sequence_multiple=self.config.parallel.sequence_multiple)]
 
 
 def _reduce(statistics: Statistics) -> Statistics:
@@ -167,8 +169,7 @@ def _reduce(statistics: Statistics) -> Statistics:
 def _refuse_non_finite(batch: DeviceBatch, logprobs: torch.Tensor) -> None:
     bad = (~torch.isfinite(logprobs)).nonzero()
     if len(bad):
-        owner = int(torch.searchsorted(batch.lengths.cumsum(0), bad[0, 0], right=True))
-        raise RunError(f"trajectory {batch.source.trajectories[owner].id}: the learner's log-prob of an action token "
+        raise RunError(f"trajectory {batch.owner(int(bad[0, 0]))}: the learner's log-prob of an action token "
                        f"is {float(logprobs[bad[0, 0]])}; nothing was trained on this batch")
 
 
