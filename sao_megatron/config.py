@@ -129,6 +129,33 @@ class CriticAdamSection(AdamSection):
     """Steps of linear learning-rate warm-up."""
 
 
+class CriticSection(Section):
+    path: Path | None = None
+    """Folder that `sao-megatron pretrain-value` wrote: the critic starts from it instead of from the policy's weights.
+    """
+    head: Literal["mse", "hl_gauss"] = "mse"
+    """mse: one output, squared error. hl_gauss: a histogram of the return, cross-entropy."""
+    value_clip: float | None = Field(None, gt=0)
+    """PPO's value clipping: further updates gain nothing by moving a value more than this from where the step began
+    (mse only; off in the paper)."""
+    bins: int = Field(101, ge=2)
+    """Bins of the histogram (hl_gauss)."""
+    value_min: float = -1.5
+    """Lower end of the histogram; returns must lie inside, a few bins away from the ends (hl_gauss)."""
+    value_max: float = 1.5
+    """Upper end of the histogram (hl_gauss)."""
+    sigma_ratio: float = Field(0.75, gt=0)
+    """Standard deviation of the target's Gaussian, in bins (hl_gauss)."""
+
+    @model_validator(mode="after")
+    def _fits(self):
+        if self.value_min >= self.value_max:
+            raise ValueError(f"value_min={self.value_min:g} must be less than value_max={self.value_max:g}")
+        if self.value_clip is not None and self.head != "mse":
+            raise ValueError(f"value_clip limits a squared error: it needs head=mse, not head={self.head}")
+        return self
+
+
 class BatchSection(Section):
     trajectories: int = Field(128, ge=1)
     """B: trajectories of one learner step, over all ranks."""
@@ -218,6 +245,7 @@ class RunConfig(Section):
     parallel: ParallelSection = ParallelSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     policy_optimizer: AdamSection = AdamSection()
+    critic: CriticSection = CriticSection()
     critic_optimizer: CriticAdamSection = CriticAdamSection()
     batch: BatchSection = BatchSection()
     warmup: WarmupSection = WarmupSection()

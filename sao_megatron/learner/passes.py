@@ -22,8 +22,12 @@ from megatron.core.tensor_parallel import (copy_to_tensor_model_parallel_region,
                                            gather_from_sequence_parallel_region)
 
 from sao_megatron.algorithm.objective import Objective
+from sao_megatron.config import RunConfig
 from sao_megatron.learner.logprob import HeadOutput, one_pass_head
-from sao_megatron.trajectory.packing import MicroBatch, context_share
+from sao_megatron.learner.model import varies_in_length
+from sao_megatron.telemetry.statistics import Statistics
+from sao_megatron.trajectory.packing import MicroBatch, context_share, micro_batches
+from sao_megatron.trajectory.types import Trajectory
 
 
 @dataclass(eq=False)
@@ -63,10 +67,9 @@ class DeviceBatch:
         """int32 [k]."""
         return self.source.versions[self.held.cpu().numpy()]
 
-    def owner(self, index: int) -> str:
-        """Id of the trajectory that the held action token `index` belongs to."""
-        ends = self.lengths.cumsum(0)
-        return self.source.trajectories[int(torch.searchsorted(ends, self.held[index], right=True))].id
+    def owner(self, action: Tensor) -> str:
+        """Id of the trajectory that action token number `action` (of the n) belongs to."""
+        return self.source.trajectories[int(torch.searchsorted(self.lengths.cumsum(0), action, right=True))].id
 
     def whole(self, held: Tensor) -> Tensor:
         """[k] of the held action tokens -> [n] of all; collective over the context parallel group."""
@@ -83,6 +86,15 @@ def _combine(part: Tensor, places: Tensor, size: int) -> Tensor:
     if group.size() > 1:
         dist.all_reduce(whole, group=group)
     return whole
+
+
+def local_batches(trajectories: list[Trajectory], config: RunConfig) -> list[DeviceBatch]:
+    """This rank's share of a global batch (the same list on every rank): as many micro-batches on every rank."""
+    parallel = config.parallel
+    return [to_device(batch) for batch in micro_batches(
+        trajectories, ps.get_data_parallel_world_size(), ps.get_data_parallel_rank(),
+        config.batch.tokens_per_micro_batch, multiple_of=parallel.packed_multiple,
+        equal_length=not varies_in_length(parallel), sequence_multiple=parallel.sequence_multiple)]
 
 
 def to_device(batch: MicroBatch) -> DeviceBatch:
@@ -131,16 +143,16 @@ def policy_pass(model, batches: list[DeviceBatch], objectives: list[Objective], 
 
 def value_pass(model, batches: list[DeviceBatch], loss: Callable[[DeviceBatch, Tensor, Tensor], Tensor],
                forward_only: bool = False) -> None:
-    """Train the critic. `loss(batch, values [k], last_values [j])` gives a sum over the held action tokens from the
-    head's outputs for them and at the ends of trajectories; it is called on the last pipeline stage only."""
+    """Train the critic. `loss(batch, outputs [k, width], last_outputs [j, width])` gives a sum over the held action
+    tokens from the head's outputs for them and at the ends of trajectories (last pipeline stage only)."""
 
     def step(iterator, model):
         batch = next(iterator)
         output = model(batch.tokens, batch.positions, None, packed_seq_params=batch.packed)
 
         def loss_of(output):
-            values = output[0, :, 0]
-            return loss(batch, values[batch.predict], values[batch.last].detach()), _count(batch), {}
+            outputs = output[0]
+            return loss(batch, outputs[batch.predict], outputs[batch.last].detach()), _count(batch), {}
         return output, loss_of
 
     _run(model, step, batches, batches[0], forward_only)
@@ -161,6 +173,13 @@ def _run(model, step, items: list, first: DeviceBatch, forward_only: bool) -> No
 def reports() -> bool:
     """One rank of each last-stage tensor parallel group counts its held tokens; the others hold the same ones."""
     return ps.is_pipeline_last_stage() and ps.get_tensor_model_parallel_rank() == 0
+
+
+def reduce_statistics(statistics: Statistics) -> Statistics:
+    """Sums over all ranks, on every rank."""
+    vector = torch.from_numpy(statistics.to_vector()).to(runtime.device())
+    dist.all_reduce(vector)
+    return Statistics.from_vector(vector.cpu().numpy())
 
 
 def to_numpy(tensor: Tensor) -> np.ndarray:

@@ -23,9 +23,9 @@ from sao_megatron.errors import RunError
 from sao_megatron.learner import model as models
 from sao_megatron.learner.critic import Critic
 from sao_megatron.learner.optimized import Optimized, wrap
-from sao_megatron.learner.passes import DeviceBatch, policy_pass, reports, to_device, to_numpy
+from sao_megatron.learner.passes import (DeviceBatch, local_batches, policy_pass, reduce_statistics, reports,
+                                         to_numpy)
 from sao_megatron.telemetry.statistics import Statistics
-from sao_megatron.trajectory.packing import micro_batches
 from sao_megatron.trajectory.types import Trajectory
 from sao_megatron.weights.hf import TensorSource
 from sao_megatron.weights.shards import ShardMap
@@ -55,16 +55,20 @@ class Trainer:
         self.critic: Critic | None = None
 
     def begin_reinforcement(self) -> None:
-        """Make the RL optimizers; the critic starts from the policy's weights as they are now."""
+        """Make the RL optimizers; the critic starts from `critic.path` or from the policy's weights as they are now."""
         self.policy = Optimized(self.policy_ddp, self.config.policy_optimizer, self.config.steps)
         if not self.preset.has_critic:
             return
-        self.critic = Critic(self.config, self.hf_config, self.preset, self.policy_ddp.module)
+        self.critic = Critic(self.config, self.hf_config, self.preset, self.config.total_steps)
+        if self.config.critic.path is not None:
+            self.critic.start_from_critic(self.config.critic.path)
+        else:
+            self.critic.start_from_policy(self.policy_ddp.module)
 
     def train_step(self, trajectories: list[Trajectory], version: int, update_policy: bool = True,
                    timer=None) -> StepResult:
         """One learner step on a global batch (the same list on every rank). `version` is the learner's."""
-        batches = self._micro_batches(trajectories)
+        batches = local_batches(trajectories, self.config)
         statistics, metrics = Statistics(), {}
         with _phase(timer, "critic"):
             if self.preset.has_critic:
@@ -74,7 +78,7 @@ class Trainer:
         with _phase(timer, "policy"):
             if update_policy:
                 metrics |= self._train_policy(batches, statistics, version)
-        statistics = _reduce(statistics)
+        statistics = reduce_statistics(statistics)
         return StepResult(statistics.metrics() | metrics, statistics, batches)
 
     def _group_advantages(self, batches: list[DeviceBatch], trajectories: list[Trajectory]) -> None:
@@ -126,20 +130,20 @@ class Trainer:
         steps = len(batches_of_trajectories)
         trained = Optimized(self.policy_ddp, AdamSection(lr=learning_rate, min_lr_ratio=0.0), steps)
         for step, trajectories in enumerate(batches_of_trajectories):
-            batches = self._micro_batches(trajectories)
+            batches = local_batches(trajectories, self.config)
             trained.zero_grad()
             outputs = policy_pass(trained.ddp, batches, [NegativeLogLikelihood()] * len(batches), 1.0)
             norm, _ = trained.step()
             statistics = Statistics()
             for output in outputs if reports() else ():
                 statistics.add(tokens=len(output.logprobs), policy_loss=float(output.loss.detach()))
-            statistics = _reduce(statistics)
+            statistics = reduce_statistics(statistics)
             on_step(step, statistics["policy_loss"] / statistics["tokens"], norm)
 
     @torch.no_grad()
     def score(self, trajectories: list[Trajectory], temperature: float = 1.0) -> list[np.ndarray]:
         """log π_θ of each trajectory's action tokens under the current policy, on every rank; float32 [n] each."""
-        batches = self._micro_batches(trajectories)
+        batches = local_batches(trajectories, self.config)
         objectives = [NegativeLogLikelihood() for _ in batches]
         outputs = policy_pass(self.policy_ddp, batches, objectives, temperature, forward_only=True)
         mine = {}
@@ -152,24 +156,11 @@ class Trainer:
         scores = {key: value for part in gathered for key, value in part.items()}
         return [scores[t.id] for t in trajectories]
 
-    def _micro_batches(self, trajectories: list[Trajectory]) -> list[DeviceBatch]:
-        return [to_device(batch) for batch in micro_batches(
-            trajectories, ps.get_data_parallel_world_size(), ps.get_data_parallel_rank(),
-            self.config.batch.tokens_per_micro_batch, multiple_of=self.config.parallel.packed_multiple,
-            equal_length=not models.varies_in_length(self.config.parallel),
-            sequence_multiple=self.config.parallel.sequence_multiple)]
-
-
-def _reduce(statistics: Statistics) -> Statistics:
-    vector = torch.from_numpy(statistics.to_vector()).to(runtime.device())
-    dist.all_reduce(vector)
-    return Statistics.from_vector(vector.cpu().numpy())
-
 
 def _refuse_non_finite(batch: DeviceBatch, logprobs: torch.Tensor) -> None:
     bad = (~torch.isfinite(logprobs)).nonzero()
     if len(bad):
-        raise RunError(f"trajectory {batch.owner(int(bad[0, 0]))}: the learner's log-prob of an action token "
+        raise RunError(f"trajectory {batch.owner(batch.held[bad[0, 0]])}: the learner's log-prob of an action token "
                        f"is {float(logprobs[bad[0, 0]])}; nothing was trained on this batch")
 
 

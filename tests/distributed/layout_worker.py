@@ -63,6 +63,7 @@ def main(folder: Path, layouts: list[dict]) -> None:
     for spec in layouts:
         spec = dict(spec)
         name, data_name, budget = spec.pop("name"), spec.pop("data", "untied"), spec.pop("budget")
+        critic = spec.pop("critic", {})
         data, model_dir = sets[data_name], folder / ("tied" if data_name == "tied" else "untied")
         hf_config = hf.read_config(model_dir)
         parallel = configs.ParallelSection(ranks=int(os.environ["WORLD_SIZE"]), **spec)
@@ -75,7 +76,7 @@ def main(folder: Path, layouts: list[dict]) -> None:
             name="t", model=dict(path=str(model_dir), dtype="float32"), parallel=parallel.model_dump(),
             algorithm=dict(bootstrap_truncated=True, whiten=True), task=dict(name="random"),
             batch=dict(tokens_per_micro_batch=budget), steps=3,
-            policy_optimizer=dict(lr=1e-3), critic_optimizer=dict(lr=1e-3)))
+            policy_optimizer=dict(lr=1e-3), critic=critic, critic_optimizer=dict(lr=1e-3)))
         learner = trainer.Trainer(config, hf_config, source)
         scores = learner.score(data["trajectories"])
         learner.begin_reinforcement()

@@ -37,7 +37,8 @@ def make_trajectories(count: int, seed: int = 0, vocab_size: int = 64) -> list[T
         builder = TrajectoryBuilder(rng.integers(0, vocab_size, rng.integers(1, 6)).tolist(), f"p{index}", "random")
         for _ in range(rng.integers(1, 5)):
             length = int(rng.integers(1, 9))
-            builder.add_action(rng.integers(0, vocab_size, length).tolist(), [-4.0] * length, [0] * length)
+            versions = rng.integers(0, 2, length).tolist()
+            builder.add_action(rng.integers(0, vocab_size, length).tolist(), [-4.0] * length, versions)
             builder.add_observation(rng.integers(0, vocab_size, rng.integers(0, 4)).tolist())
         builder.add_reward(float(rng.integers(0, 2)))
         result.append(builder.build(Status.TRUNCATED if index % 4 == 3 else Status.COMPLETED))

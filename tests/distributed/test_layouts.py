@@ -18,10 +18,12 @@ from reference import (
     set_rollout_logprobs,
 )
 
+HL_GAUSS, CLIPPED = dict(head="hl_gauss", bins=21), dict(value_clip=1e-3)
 LAYOUTS = {
     1: [dict(name="one", budget=10_000), dict(name="one, many micro-batches", budget=40),
         dict(name="one, tied", budget=200, data="tied"), dict(name="one, dropped", budget=20, data="dropped"),
-        dict(name="one, lone", budget=20, data="lone"), dict(name="one, nothing kept", budget=60, data="nothing kept")],
+        dict(name="one, lone", budget=20, data="lone"), dict(name="one, nothing kept", budget=60, data="nothing kept"),
+        dict(name="one, hl_gauss", budget=80, critic=HL_GAUSS), dict(name="one, clipped", budget=80, critic=CLIPPED)],
     2: [dict(name="dp2", budget=100), dict(name="tp2", tp=2, budget=120), dict(name="ep2", ep=2, budget=150),
         dict(name="ep2, allgather", ep=2, budget=150, dispatcher="allgather"),
         dict(name="tp2 ep2 etp1", tp=2, ep=2, budget=70), dict(name="tp2 etp2", tp=2, etp=2, budget=90),
@@ -35,11 +37,14 @@ LAYOUTS = {
         dict(name="cp2 ep2, dropped", cp=2, ep=2, budget=20, data="dropped"),
         dict(name="cp2 ep2, lone", cp=2, ep=2, budget=20, data="lone"),
         dict(name="tp2 ep2, lone", tp=2, ep=2, budget=20, data="lone"),
-        dict(name="pp2, dropped", pp=2, budget=20, data="dropped")],
+        dict(name="pp2, dropped", pp=2, budget=20, data="dropped"),
+        dict(name="tp2 ep2, hl_gauss", tp=2, ep=2, budget=60, critic=HL_GAUSS),
+        dict(name="cp2, clipped", cp=2, budget=100, critic=CLIPPED)],
     4: [dict(name="tp2 ep2 etp2", tp=2, ep=2, etp=2, budget=90), dict(name="pp2 ep2", pp=2, ep=2, budget=75),
         dict(name="cp2 tp2 ep2", cp=2, tp=2, ep=2, budget=80),
         dict(name="cp2 pp2, allgather", cp=2, pp=2, budget=90, dispatcher="allgather"),
-        dict(name="cp2 dp2 ep2, lone", cp=2, ep=2, budget=20, data="lone")],
+        dict(name="cp2 dp2 ep2, lone", cp=2, ep=2, budget=20, data="lone"),
+        dict(name="cp2 tp2 ep2, hl_gauss", cp=2, tp=2, ep=2, budget=60, critic=HL_GAUSS)],
 }
 
 
@@ -79,9 +84,10 @@ def results(tmp_path_factory, run_ranks):
     return found
 
 
-DATA = {layout["name"]: layout.get("data", "untied") for layouts in LAYOUTS.values() for layout in layouts}
-NAMES = list(DATA)
-ONE_PROCESS = {DATA[layout["name"]]: layout["name"] for layout in reversed(LAYOUTS[1])}
+PROBLEM = {layout["name"]: (layout.get("data", "untied"), str(layout.get("critic")))
+           for layouts in LAYOUTS.values() for layout in layouts}
+NAMES = list(PROBLEM)
+ONE_PROCESS = {PROBLEM[layout["name"]]: layout["name"] for layout in reversed(LAYOUTS[1])}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -107,7 +113,7 @@ def test_ranks_agree_on_the_mask(results, name):
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ONE_PROCESS.values()])
 def test_training_equals_one_process(results, name):
     """If this fails, optimizer, critic, advantages or statistics depend on the layout."""
-    one, other = results[ONE_PROCESS[DATA[name]]], results[name]
+    one, other = results[ONE_PROCESS[PROBLEM[name]]], results[name]
     for mine, theirs in zip(one["metrics"], other["metrics"], strict=True):
         assert mine.keys() == theirs.keys()
         for key, value in mine.items():
