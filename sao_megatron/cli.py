@@ -37,7 +37,7 @@ Train the value model on the trajectories that a run has recorded, before RL: th
 critic and batch size. The result is a folder for `critic.path` of a recipe with the same model and head.
 
 example:
-  sao-megatron pretrain-value configs/guess-number-cpu.yaml --trajectories runs/first --steps 50"""
+  sao-megatron pretrain-value configs/guess-number-cpu.yaml critic.head=hl_gauss --trajectories runs/first --steps 50"""
 _PRESETS = """\
 List the algorithms: each is a preset of the same few choices, and `algorithm.<choice>=value` overrides one.
 

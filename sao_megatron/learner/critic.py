@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -117,7 +118,9 @@ class Critic:
 
 
 def _count(batch: DeviceBatch, statistics: Statistics) -> None:
-    value, target, advantage = (to_numpy(batch.results[name]) for name in ("values", "returns", "advantages"))
+    # float64: the variance of returns that are all alike must come out as 0, not as the rounding of their squares
+    value, target, advantage = (to_numpy(batch.results[name]).astype(np.float64)
+                                for name in ("values", "returns", "advantages"))
     error = target - value
     statistics.add(value_tokens=len(value), value=value, error=error, error_squared=error**2, advantage=advantage,
                    advantage_squared=advantage**2, **{"return": target, "return_squared": target**2})

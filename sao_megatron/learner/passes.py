@@ -42,7 +42,7 @@ class DeviceBatch:
     positions: Tensor
     """[1, T/cp]."""
     packed: PackedSeqParams
-    """Lengths of the whole sequences."""
+    """Lengths of whole sequences with the padding at their ends, which a causal mask keeps out of all real tokens."""
     held: Tensor
     """[k]: which of the n action tokens this rank predicts."""
     predict: Tensor

@@ -25,7 +25,7 @@ def mla_model() -> GPTModel:
     config = MLATransformerConfig(
         num_layers=2, hidden_size=32, num_attention_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_head_dim=8,
         qk_pos_emb_head_dim=4, v_head_dim=8, num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=16,
-        normalization="RMSNorm", add_bias_linear=False, rope_type="rope", params_dtype=torch.float32)
+        normalization="RMSNorm", add_bias_linear=False, rope_type="rope", qk_layernorm=True, params_dtype=torch.float32)
     spec = get_gpt_layer_local_spec(num_experts=4, qk_layernorm=True, multi_latent_attention=True,
                                     normalization="RMSNorm")
     layer = spec.submodules

@@ -52,7 +52,7 @@ def make_lone_trajectory() -> list[Trajectory]:
     builder.add_action([7, 9], [-4.0] * 2, [0] * 2)
     builder.add_observation([11, 13, 17, 19])
     builder.add_action([23], [-4.0], [0])
-    builder.add_reward(1.0)
+    builder.add_reward(0.7)
     return [builder.build()]
 
 

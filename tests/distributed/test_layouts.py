@@ -138,6 +138,11 @@ def test_nothing_kept_moves_nothing(results):
     assert last["policy/grad_norm"] == 0.0
 
 
+def test_equal_returns_have_nothing_to_explain(results):
+    """If this fails, the explained variance of a batch with one outcome is a huge number made of rounding."""
+    assert all(step["critic/explained_variance"] == 0.0 for step in results["one, lone"]["metrics"])
+
+
 def test_packing_differs_between_layouts(results):
     """If this fails, the layouts are all tested with the same packing."""
     assert len({results[name]["micro_batches"] for name in NAMES}) > 3

@@ -26,6 +26,7 @@ REFUSED = {
     "no model folder": ("model={path: nowhere}", "model.path: folder nowhere does not exist"),
     "unknown task": ("task.name=guess_letter", "unknown task 'guess_letter': known are guess_number, reasoning_gym"),
     "unknown option": ("task.options={trns: 4}", "task guess_number has no option 'trns': its options are low, high"),
+    "no critic": ("critic.path=nowhere", "critic.path: nowhere has no value_head.json"),
     "unknown preset": ("algorithm.preset=soa", "unknown preset 'soa'; known: sao"),
     "architecture": ("model.fresh.architectures=[LlamaForCausalLM]",
                      "config.json: architecture 'LlamaForCausalLM' is not supported; known: Qwen3MoeForCausalLM"),
