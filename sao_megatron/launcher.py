@@ -5,13 +5,16 @@ together and are watched until the learner has finished, or until one of them di
 """
 from __future__ import annotations
 
+import random
 import shutil
 import socket
 import sys
 import time
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException
+from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from sao_megatron import config as run_config
@@ -24,7 +27,13 @@ from sao_megatron.telemetry import summary
 from sao_megatron.telemetry.progress import Progress
 from sao_megatron.trajectory.store import Store
 
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
 POLL_SECONDS = 0.5
+FREE_PORTS = range(10000, 32768)
+"""Where ports for engines are sought: Linux gives those above to outgoing connections, and an engine binds its port up
+to a minute after it was found free."""
 EXIT_SECONDS = 600.0
 """Between the end of the first learner rank or of the controller, and the end of all of them."""
 ENGINE_END_SECONDS = 15.0
@@ -62,6 +71,8 @@ class Plan:
     controller: ProcessSpec
     learners: list[ProcessSpec]
     urls: list[str]
+    rendezvous: TCPStore | None = None
+    """Where the learner ranks find each other; it must live as long as they do."""
 
     @property
     def processes(self) -> list[ProcessSpec]:
@@ -122,27 +133,37 @@ def _devices(config: RunConfig) -> list[str]:
 
 
 def _engine_ports(config: RunConfig) -> list[int]:
-    from sao_megatron.engine.process import free_port
-    count, first = config.engine.count, config.engine.port
+    host, first, count = config.engine.host, config.engine.port, config.engine.count
     if first == 0:
-        ports: set[int] = set()
-        while len(ports) < count:
-            ports.add(free_port())
-        return sorted(ports)
-    for port in range(first, first + count):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((config.engine.host, port))
-            except (OSError, OverflowError) as error:
-                raise UserError(f"engine.port={first}: port {port} of {config.engine.host} cannot be used ({error}): "
-                                f"choose another, or 0 for free ones") from None
-    return list(range(first, first + count))
+        free = (port for port in random.sample(FREE_PORTS, len(FREE_PORTS)) if _cannot_bind(host, port) is None)
+        ports = sorted(islice(free, count))
+        if len(ports) < count:
+            raise UserError(f"engine.host={host}: {len(ports)} ports can be used, {count} are needed "
+                            f"({_cannot_bind(host, FREE_PORTS[0])}): give an address of this machine")
+        return ports
+    ports = list(range(first, first + count))
+    for port in ports:
+        if error := _cannot_bind(host, port):
+            raise UserError(f"engine.port={first}: port {port} of {host} cannot be used ({error}): "
+                            f"choose another, or 0 for free ones")
+    return ports
+
+
+def _cannot_bind(host: str, port: int) -> Exception | None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except (OSError, OverflowError) as error:
+            return error
+    return None
 
 
 def _plan(config: RunConfig, folder: RunFolder, urls: list[str], devices: list[str] | None) -> Plan:
     """`devices`: GPU names, None without GPUs."""
-    from sao_megatron.engine.process import engine_command, engine_environment, free_port
+    from torch.distributed import TCPStore
+
+    from sao_megatron.engine.process import engine_command, engine_environment
     ranks, tp, gpu = config.parallel.ranks, config.engine.tp, devices is not None
     common = {"PYTHONUNBUFFERED": "1"} | ({} if gpu else {"OMP_NUM_THREADS": "1"})
     cli = [sys.executable, "-m", "sao_megatron.cli"]
@@ -153,11 +174,15 @@ def _plan(config: RunConfig, folder: RunFolder, urls: list[str], devices: list[s
     engines = [ProcessSpec(f"engine-{i}",
                            engine_command(config, folder.model_dir(config), urlsplit(url).port, gpu),
                            engine_environment(gpu, tp) | on(ranks + i * tp, tp)) for i, url in enumerate(urls)]
-    group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    # The ranks meet at a store of ours, as under torchrun: a free port that rank 0 were to bind later could be taken.
+    rendezvous = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(rendezvous.port),
+             "TORCHELASTIC_USE_AGENT_STORE": "True"}
     learners = [ProcessSpec(f"learner-{rank}", [*cli, "learner", str(folder.path)],
                             on(0, ranks) | group | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
                 for rank in range(ranks)]
-    return Plan(engines, ProcessSpec("controller", [*cli, "controller", str(folder.path)], common), learners, urls)
+    controller = ProcessSpec("controller", [*cli, "controller", str(folder.path)], common)
+    return Plan(engines, controller, learners, urls, rendezvous)
 
 
 def _run(config: RunConfig, folder: RunFolder, plan: Plan, store: Store, progress: Progress) -> None:

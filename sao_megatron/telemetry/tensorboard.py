@@ -19,15 +19,25 @@ class StepWriter:
         for name, value in metrics.items():
             self._writer.add_scalar(name, float(value), step)
         if statistics["tokens"]:
-            self._histogram("lag/tokens", statistics.fates.sum(1), np.append(LAG_EDGES[1:], LAG_EDGES[-1] + 16), step)
-            self._histogram("ratio/log", statistics.log_ratio, np.append(LOG_RATIO_EDGES[1:-1], 6.0), step)
+            self._histogram("lag/tokens", statistics.fates.sum(1), _LAG_BINS, step)
+            self._histogram("ratio/log", statistics.log_ratio, _LOG_RATIO_BINS, step)
 
-    def _histogram(self, name: str, counts: np.ndarray, upper_edges: np.ndarray, step: int) -> None:
-        """Add counts that are already binned; the exact sums are not known, so bin edges stand for the values."""
+    def _histogram(self, name: str, counts: np.ndarray, edges: np.ndarray, step: int) -> None:
+        """Add counts of fixed bins (one edge more than counts), without the empty bins at both ends.
+
+        TensorBoard also wants sums of the values, which are not known: bin centres stand for them.
+        """
+        filled = np.flatnonzero(counts)
+        counts, edges = counts[filled[0]:filled[-1] + 1], edges[filled[0]:filled[-1] + 2]
+        centres = (edges[:-1] + edges[1:]) / 2
         self._writer.add_histogram_raw(
-            name, min=float(upper_edges[0]), max=float(upper_edges[-1]), num=int(counts.sum()),
-            sum=float((counts * upper_edges).sum()), sum_squares=float((counts * upper_edges**2).sum()),
-            bucket_limits=upper_edges.tolist(), bucket_counts=counts.tolist(), global_step=step)
+            name, min=float(edges[0]), max=float(edges[-1]), num=int(counts.sum()),
+            sum=float((counts * centres).sum()), sum_squares=float((counts * centres**2).sum()),
+            bucket_limits=edges[1:].tolist(), bucket_counts=counts.tolist(), global_step=step)
 
     def close(self) -> None:
         self._writer.close()
+
+
+_LAG_BINS = np.concatenate([LAG_EDGES - 0.5, [2 * LAG_EDGES[-1] - 0.5]])  # an integer lag lies inside its bin
+_LOG_RATIO_BINS = np.concatenate([[-6.0], LOG_RATIO_EDGES[1:-1], [6.0]])  # the open ends are drawn up to ±6

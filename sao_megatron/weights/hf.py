@@ -84,7 +84,7 @@ class FreshTensors:
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if name.endswith("norm.weight"):
             return torch.ones(shape)
-        generator = torch.Generator().manual_seed(self.seed * 2**32 + zlib.crc32(name.encode()))
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed} {name}".encode()))  # it takes 32 bits
         return torch.empty(shape).normal_(0.0, self.std, generator=generator)
 
 

@@ -6,25 +6,25 @@ Megatron-Core changes functions that Transformers uses too.
 from __future__ import annotations
 
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from real_run import ENVIRONMENT, START_SECONDS, STEPS, stored
+from real_run import ENVIRONMENT, START_SECONDS, STEPS, query, stored
 
 from sao_megatron.engine.process import free_port
+from sao_megatron.trajectory.store import Store
 from sao_megatron.trajectory.types import Trajectory
 
 HERE = Path(__file__).parent
-COUNT = 200
-"""Newest trajectories that are scored."""
 
 
 @pytest.fixture(scope="module")
 def trajectories(finished) -> list[Trajectory]:
-    return stored(finished.folder.store_path)[-COUNT:]
+    return stored(finished.folder.store_path)
 
 
 @pytest.fixture(scope="module")
@@ -57,19 +57,35 @@ def test_transformers_gives_the_learners_logprobs(scores, transformers_scores):
     assert np.std(np.concatenate(learner)) > 0.1  # a model without preferences would agree with anything
 
 
-# If this fails, the engine sampled from other weights than those that were exported. The last update's learning rate
-# is 0 (see FINISHED), so the tokens of the version before it were sampled from the exported weights.
-def test_engine_served_the_exported_weights(trajectories, transformers_scores):
-    last = STEPS - 1
-    differences, older = [], []
-    for trajectory, exported in zip(trajectories, transformers_scores, strict=True):
-        difference = np.abs(trajectory.rollout_logprobs[trajectory.action_mask] - exported)
-        differences.append(difference[trajectory.action_versions >= last])
-        older.append(difference[trajectory.action_versions < last])
-    differences, older = np.concatenate(differences), np.concatenate(older)
-    assert len(differences) > 0
-    assert differences.max() < 1e-4
-    assert older.max() > 1e-3  # earlier weights do differ, so the comparison can tell
+# If this fails, the checkpoint holds other weights than the learner had at its end. The last update has learning rate 0
+# (see FINISHED), so the log-ratios that it recorded were computed with the weights that were exported.
+def test_exported_weights_are_the_last(finished, trajectories, transformers_scores):
+    with Store(finished.folder.store_path) as store:
+        *_, before, last = store.steps()
+    assert last.metrics["policy/lr"] == 0.0 < before.metrics["policy/lr"]
+    exported = dict(zip((t.id for t in trajectories), transformers_scores, strict=True))
+
+    def log_ratio(step: int) -> float:
+        """Mean |log π − log π_rollout| over the action tokens of a step, π being the checkpoint."""
+        return np.mean(np.abs(np.concatenate([exported[t.id] - t.rollout_logprobs[t.action_mask]
+                                              for t in trained_in(finished, trajectories, step)])))
+
+    assert log_ratio(last.step) == pytest.approx(last.metrics["ratio/log_abs_mean"], abs=1e-5)
+    # Weights of one update earlier give other numbers: the comparison can tell.
+    assert abs(log_ratio(before.step) - before.metrics["ratio/log_abs_mean"]) > 1e-4
+
+
+def trained_in(finished, trajectories: list[Trajectory], step: int) -> list[Trajectory]:
+    ids = {name for name, in query(finished.folder.store_path, "SELECT id FROM trajectories WHERE step = ?", step)}
+    return [trajectory for trajectory in trajectories if trajectory.id in ids]
+
+
+# If this fails, the last weights were exported but never reached the engine, or the run does not check that they do.
+def test_engine_served_the_last_weights(finished):
+    log = (finished.folder.log_dir / "learner-0.log").read_text()
+    verified = dict(re.findall(r"version (\d+) verified: engines' log-probs differ by (\S+) nats a token", log))
+    assert list(verified) == [str(version) for version in range(STEPS + 1)]
+    assert max(map(float, verified.values())) < 1e-4
 
 
 # If this fails, the checkpoint's tokenizer writes the ids differently from the task that trained it.

@@ -44,7 +44,7 @@ def check_store(run: Run, appended: set[str]) -> None:
 # If one fails, a run that lost a part hangs or leaves processes behind, hides the cause, or loses what was sampled.
 @pytest.mark.parametrize(("words", "name"), [
     (["sao_megatron.cli controller"], "controller"),
-    (["sao_megatron.cli learner", "RANK=1"], "learner-1"),
+    (["sao_megatron.cli learner", "RANK=0"], "learner-0"),
     (["sglang::scheduler"], "engine-0"),
 ])
 def test_killed_process_ends_the_run(start_run, words, name):
