@@ -32,6 +32,12 @@ One learner rank. RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT come
 
 example:
   torchrun --standalone --nproc-per-node 2 -m sao_megatron.cli learner runs/first"""
+_PRETRAIN_VALUE = """\
+Train the value model on the trajectories that a run has recorded, before RL: the recipe says which model, layout,
+critic and batch size. The result is a folder for `critic.path` of a recipe with the same model and head.
+
+example:
+  sao-megatron pretrain-value configs/guess-number-cpu.yaml critic.head=hl_gauss --trajectories runs/first --steps 50"""
 _PRESETS = """\
 List the algorithms: each is a preset of the same few choices, and `algorithm.<choice>=value` overrides one.
 
@@ -86,6 +92,12 @@ def _parser() -> argparse.ArgumentParser:
     for role in roles:
         role.add_argument("run_dir", type=Path, help="the run's folder, such as runs/first")
     roles[0].add_argument("--index", type=int, required=True, help="which of the run's engines, from 0")
+    value = verb("pretrain-value", _pretrain_value, _PRETRAIN_VALUE, "train the value model on recorded trajectories")
+    value.add_argument("recipe", type=Path, help="YAML file, such as configs/guess-number-cpu.yaml")
+    value.add_argument("--trajectories", type=Path, required=True, help="a run's folder, or its trajectories.sqlite")
+    value.add_argument("--steps", type=int, required=True, help="batches to train on")
+    value.add_argument("--output", type=Path, help="folder to make (default: runs/<name>-value)")
+    value.add_argument("overrides", nargs="*", metavar="key=value", help="replace a value of the recipe")
     verb("presets", _presets, _PRESETS, "list the algorithms")
     return parser
 
@@ -108,6 +120,12 @@ def _controller(arguments) -> None:
 def _learner(arguments) -> None:
     from sao_megatron import roles
     roles.learner(arguments.run_dir)
+
+
+def _pretrain_value(arguments) -> None:
+    from sao_megatron import pretraining
+    pretraining.pretrain_value(arguments.recipe, arguments.overrides, arguments.trajectories, arguments.steps,
+                               arguments.output)
 
 
 def _presets(_arguments) -> None:

@@ -42,6 +42,8 @@ class ParallelSection(Section):
     """Tensor parallel size of attention, embeddings and head (sequence parallelism is on when > 1)."""
     pp: int = Field(1, ge=1)
     """Pipeline parallel size."""
+    cp: int = Field(1, ge=1)
+    """Context parallel size: the tokens of every sequence are spread over this many ranks."""
     ep: int = Field(1, ge=1)
     """Expert parallel size: the experts are spread over this many ranks."""
     etp: int = Field(1, ge=1)
@@ -51,12 +53,22 @@ class ParallelSection(Section):
 
     @property
     def dp(self) -> int:
-        return self.ranks // (self.tp * self.pp)
+        return self.ranks // (self.tp * self.pp * self.cp)
+
+    @property
+    def sequence_multiple(self) -> int:
+        """Packed sequences are padded to multiples of this many tokens: a context parallel rank holds two chunks."""
+        return 2 * self.cp if self.cp > 1 else 1
+
+    @property
+    def packed_multiple(self) -> int:
+        """Packed micro-batches are padded to multiples of this: sequence parallelism splits each rank's part evenly."""
+        return self.sequence_multiple * self.tp
 
     @model_validator(mode="after")
     def _fits(self):
-        if self.ranks % (self.tp * self.pp):
-            raise ValueError(f"ranks={self.ranks} is not a multiple of tp*pp = {self.tp}*{self.pp}")
+        if self.ranks % (self.tp * self.pp * self.cp):
+            raise ValueError(f"ranks={self.ranks} is not a multiple of tp*pp*cp = {self.tp}*{self.pp}*{self.cp}")
         if self.ranks % (self.ep * self.etp * self.pp):
             raise ValueError(f"ranks={self.ranks} is not a multiple of ep*etp*pp = {self.ep}*{self.etp}*{self.pp}")
         return self
@@ -132,6 +144,33 @@ class CriticAdamSection(AdamSection):
     """Peak learning rate."""
     warmup_steps: int = Field(10, ge=0)
     """Steps of linear learning-rate warm-up."""
+
+
+class CriticSection(Section):
+    path: Path | None = None
+    """Folder that `sao-megatron pretrain-value` wrote: the critic starts from it instead of from the policy's weights.
+    """
+    head: Literal["mse", "hl_gauss"] = "mse"
+    """mse: one output, squared error. hl_gauss: a histogram of the return, cross-entropy."""
+    value_clip: float | None = Field(None, gt=0)
+    """PPO's value clipping: further updates gain nothing by moving a value more than this from where the step began
+    (mse only; off in the paper)."""
+    bins: int = Field(101, ge=2)
+    """Bins of the histogram (hl_gauss)."""
+    value_min: float = -1.5
+    """Lower end of the histogram; returns must lie inside, a few bins away from the ends (hl_gauss)."""
+    value_max: float = 1.5
+    """Upper end of the histogram (hl_gauss)."""
+    sigma_ratio: float = Field(0.75, gt=0)
+    """Standard deviation of the target's Gaussian, in bins (hl_gauss)."""
+
+    @model_validator(mode="after")
+    def _fits(self):
+        if self.value_min >= self.value_max:
+            raise ValueError(f"value_min={self.value_min:g} must be less than value_max={self.value_max:g}")
+        if self.value_clip is not None and self.head != "mse":
+            raise ValueError(f"value_clip limits a squared error: it needs head=mse, not head={self.head}")
+        return self
 
 
 class BatchSection(Section):
@@ -225,6 +264,7 @@ class RunConfig(Section):
     parallel: ParallelSection = ParallelSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     policy_optimizer: AdamSection = AdamSection()
+    critic: CriticSection = CriticSection()
     critic_optimizer: CriticAdamSection = CriticAdamSection()
     batch: BatchSection = BatchSection()
     warmup: WarmupSection = WarmupSection()

@@ -83,12 +83,14 @@ def prepare(config: RunConfig, folder: RunFolder) -> Plan:
     """Check model, algorithm, layout, task, GPUs and ports (UserError), and write the run's folder."""
     from sao_megatron.learner import layout
     from sao_megatron.rollout.tasks import load_task
+    from sao_megatron.weights import value_head
     from sao_megatron.weights.hf import prepare_model, read_config
 
     _check_algorithm(config)
     model_dir = prepare_model(config, folder.path)
     hf_config = read_config(model_dir)
     layout.check(config, hf_config)
+    value_head.check(config, hf_config)
     _check_task(config, load_task(config.task.name, config.task.options, model_dir), hf_config["vocab_size"])
     devices = _devices(config) if has_gpu() else None
     run_config.save(config, folder.config_path)
@@ -103,6 +105,7 @@ def _check_algorithm(config: RunConfig) -> None:
     try:
         preset = presets.resolve(config.algorithm.preset, **choices)
         presets.check_batch(preset, config.batch.trajectories, config.batch.mini_batches)
+        presets.check_context(preset, config.parallel.cp)
     except ValueError as error:
         raise UserError(f"algorithm: {error}") from None
 

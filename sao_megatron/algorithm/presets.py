@@ -112,6 +112,13 @@ def check_batch(preset: Preset, trajectories: int, mini_batches: int) -> None:
                          f"({preset.rollouts_per_prompt}) times batch.mini_batches ({mini_batches}) = {unit}")
 
 
+def check_context(preset: Preset, context_parallel: int) -> None:
+    """Raise ValueError if the gate needs whole trajectories and context parallelism cuts them up."""
+    if context_parallel > 1 and GATES[preset.gate].whole_trajectories:
+        raise ValueError(f"gate {preset.gate!r} judges whole trajectories, of which a context parallel rank holds a "
+                         f"part: set parallel.cp=1")
+
+
 def _known(what: str, name: str, known) -> None:
     if name not in known:
         raise ValueError(f"unknown {what} {name!r}; known: {', '.join(known)}")

@@ -41,8 +41,10 @@ def engine_command(config: RunConfig, model_dir: Path, port: int, gpu: bool) -> 
         command += ["--disable-overlap-schedule"]
     if not gpu:
         command += ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch",
-                    "--grammar-backend", "none", "--mem-fraction-static", "0.1",
-                    "--max-total-tokens", str(engine.max_total_tokens)]
+                    "--grammar-backend", "none", "--max-total-tokens", str(engine.max_total_tokens),
+                    # The pool is max_total_tokens; this only decides how much memory others may take while the server
+                    # starts, which SGLang counts as its own weights.
+                    "--mem-fraction-static", "0.8"]
     return command + engine.extra_args
 
 

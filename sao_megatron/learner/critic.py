@@ -5,66 +5,128 @@ critic before it moves, gives the values that the policy's advantages use (ALGOR
 """
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from sao_megatron.learner import model as models
 from sao_megatron.algorithm import advantage as adv
 from sao_megatron.algorithm.presets import Preset
-from sao_megatron.config import RunConfig
+from sao_megatron.algorithm.value import HLGauss, SquaredError, ValueLoss
+from sao_megatron.config import CriticSection, RunConfig
+from sao_megatron.errors import RunError
 from sao_megatron.learner.optimized import Optimized, wrap
 from sao_megatron.learner.passes import DeviceBatch, reports, to_numpy, value_pass
 from sao_megatron.telemetry.statistics import Statistics
 from sao_megatron.trajectory.types import Status
+from sao_megatron.weights import hf, value_head
+from sao_megatron.weights.shards import ShardMap, save_hf
+
+
+def value_loss(section: CriticSection) -> ValueLoss:
+    if section.head == "hl_gauss":
+        return HLGauss(section.bins, section.value_min, section.value_max, section.sigma_ratio)
+    return SquaredError(section.value_clip)
 
 
 class Critic:
-    """A value model that starts from the policy's weights with a fresh scalar head."""
+    """Give it weights with one of the `start_…` methods before it trains."""
 
-    def __init__(self, config: RunConfig, hf_config: dict, preset: Preset, policy):
-        self.config, self.preset = config, preset
-        module = models.build(hf_config, config.parallel, getattr(torch, config.model.dtype), value_head=True)
-        models.start_from_policy(module, policy)
-        if preset.freeze_critic_attention:
-            models.freeze_attention(module)
-        self.model = Optimized(wrap(module), config.critic_optimizer, config.total_steps)
+    def __init__(self, config: RunConfig, hf_config: dict, preset: Preset, steps: int):
+        """`steps` is the length of the learning-rate schedule."""
+        self.config, self.hf_config, self.preset, self.steps = config, hf_config, preset, steps
+        self.head = value_loss(config.critic)
+        self.module = models.build(hf_config, config.parallel, getattr(torch, config.model.dtype), self.head.width)
+        self.shards = ShardMap(self.module, hf_config, rules=value_head.RULES)
+        self.model: Optimized | None = None
+
+    def start_from_policy(self, policy) -> None:
+        """The weights of the policy (a module of this layout) and a fresh head."""
+        models.start_from_policy(self.module, policy)
+        self._wrap()
+
+    def start_from_weights(self, source: hf.TensorSource) -> None:
+        """A policy's weights as HF tensors, and a fresh head."""
+        ShardMap(self.module, self.hf_config, skip=frozenset(value_head.RULES)).load(source)
+        self._wrap()
+
+    def start_from_critic(self, folder: Path) -> None:
+        """A critic that `save` wrote, head and all."""
+        self.shards.load(hf.SafetensorsFolder(folder))
+        self._wrap()
+
+    def _wrap(self) -> None:
+        if self.preset.freeze_critic_attention:
+            models.freeze_attention(self.module)
+        self.model = Optimized(wrap(self.module), self.config.critic_optimizer, self.steps)
+
+    def save(self, folder: Path, model_dir: Path) -> None:
+        """Write the critic as an HF-like folder (collective); `model_dir` is the policy's."""
+        save_hf(self.shards, folder, model_dir)
+        if dist.get_rank() == 0:
+            value_head.save_description(self.config.critic, folder)
+        dist.barrier()
 
     def train(self, batches: list[DeviceBatch], statistics: Statistics) -> dict[str, float]:
-        """K updates. Leaves `values`, `returns` and `advantages` [n] in each batch's results (last pipeline stage)."""
+        """K updates. Leaves `values`, `returns` and `advantages` [k] in each batch's results (last pipeline stage)."""
         norm = rate = 0.0
-        for update in range(self.preset.critic_updates):
+        for _ in range(self.preset.critic_updates):
             self.model.zero_grad()
-            value_pass(self.model.ddp, batches, self._loss if update else self._first_loss)
+            value_pass(self.model.ddp, batches, self._loss)
             norm, rate = self.model.step()
         for batch in batches if reports() else ():
             _count(batch, statistics)
         return {"critic/grad_norm": norm, "critic/lr": rate}
 
-    def _first_loss(self, batch: DeviceBatch, values: torch.Tensor, last_values: torch.Tensor) -> torch.Tensor:
-        """The loss, keeping the values it saw and the advantages that follow from them."""
-        bootstrap, detached = self._bootstrap(batch, last_values), values.detach()
-        lam = adv.adaptive_lambda(batch.lengths, self.preset.lambda_alpha)
-        batch.results |= dict(
-            values=detached, returns=adv.returns(batch.rewards, batch.lengths, last_values=bootstrap),
-            advantages=adv.gae(batch.rewards, detached, batch.lengths, lam, last_values=bootstrap))
-        return self._loss(batch, values, last_values)
+    def _loss(self, batch: DeviceBatch, outputs: Tensor, last_outputs: Tensor) -> Tensor:
+        """Summed over the held action tokens. The first update's call leaves its values and what follows from them."""
+        bootstrap = self._bootstrap(batch, last_outputs)
+        returns = adv.returns(batch.rewards, batch.lengths, last_values=bootstrap)
+        self._check_range(batch, returns)
+        if "values" not in batch.results:
+            values = self.head.values(outputs).detach()
+            advantages = self._advantages(batch, values, bootstrap)
+            batch.results |= dict(values=values, returns=returns[batch.held], advantages=advantages)
+        return self.head.losses(outputs, returns[batch.held], batch.results["values"]).sum()
 
-    def _loss(self, batch: DeviceBatch, values: torch.Tensor, last_values: torch.Tensor) -> torch.Tensor:
-        """Squared error to the reward-to-go, summed over action tokens."""
-        target = adv.returns(batch.rewards, batch.lengths, last_values=self._bootstrap(batch, last_values))
-        return (values - target).square().sum()
+    def _advantages(self, batch: DeviceBatch, values: Tensor, bootstrap: Tensor | None) -> Tensor:
+        """They run along whole trajectories, so every context parallel rank computes them all and keeps its own [k]."""
+        values, alpha = batch.whole(values), self.preset.lambda_alpha
+        if self.preset.advantage == "gae":
+            lam = adv.adaptive_lambda(batch.lengths, alpha)
+            return adv.gae(batch.rewards, values, batch.lengths, lam, last_values=bootstrap)[batch.held]
+        turns = [t.turns[t.action_mask] for t in batch.source.trajectories]
+        turns = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *turns])).to(values.device)
+        return adv.step_gae(self.preset.advantage, batch.rewards, values, batch.lengths, turns, alpha,
+                            bootstrap)[batch.held]
 
-    def _bootstrap(self, batch: DeviceBatch, last_values: torch.Tensor) -> torch.Tensor | None:
-        """V after the last action: 0, or the value at the cut of truncated trajectories where the config says so."""
+    def _bootstrap(self, batch: DeviceBatch, last_outputs: Tensor) -> Tensor | None:
+        """V after the last action, [m]: 0 (None), or the value at the cut of truncated trajectories if configured."""
         if not self.config.algorithm.bootstrap_truncated:
             return None
-        cut = torch.tensor([t.status is Status.TRUNCATED for t in batch.source.trajectories], device=last_values.device)
-        return last_values * cut
+        cut = torch.tensor([t.status is Status.TRUNCATED for t in batch.source.trajectories], dtype=torch.bool,
+                           device=last_outputs.device)
+        return batch.whole_last(self.head.values(last_outputs)) * cut
+
+    def _check_range(self, batch: DeviceBatch, returns: Tensor) -> None:
+        """A histogram cannot hold a return outside it. Raises RunError naming the trajectory."""
+        if not isinstance(self.head, HLGauss):
+            return
+        outside = ((returns < self.head.low) | (returns > self.head.high)).nonzero()
+        if len(outside):
+            first = outside[0, 0]
+            raise RunError(f"trajectory {batch.owner(first)}: its return {float(returns[first]):g} lies outside "
+                           f"critic.value_min={self.head.low:g} … critic.value_max={self.head.high:g}: "
+                           f"widen the range")
 
 
 def _count(batch: DeviceBatch, statistics: Statistics) -> None:
-    value, target, advantage = (
-        to_numpy(batch.results[name]).astype(np.float64) for name in ("values", "returns", "advantages"))
+    # float64: the variance of returns that are all alike must come out as 0, not as the rounding of their squares
+    value, target, advantage = (to_numpy(batch.results[name]).astype(np.float64)
+                                for name in ("values", "returns", "advantages"))
     error = target - value
     statistics.add(value_tokens=len(value), value=value, error=error, error_squared=error**2, advantage=advantage,
                    advantage_squared=advantage**2, **{"return": target, "return_squared": target**2})

@@ -13,6 +13,8 @@ import os
 
 import torch
 
+from sao_megatron.trajectory.packing import zigzag_rows
+
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint",
               "zeros_like", "ones_like", "empty_like")
 
@@ -126,11 +128,12 @@ def _redirect_megatron() -> None:
 
 def _packed_rope(t, cu_seqlens, freqs, rotary_interleaved=False, mla_rotary_interleaved=False, mscale=1.0,
                  cp_group=None, **_):
-    """RoPE on packed sequences [t, heads, d] in one call: each token takes the frequencies of its own position."""
+    """RoPE on this rank's part [t/cp, heads, d] of packed sequences: each token takes the frequencies of its position.
+
+    `cu_seqlens` are those of the whole sequences.
+    """
     from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
-    if cp_group is not None and cp_group.size() > 1:
-        raise NotImplementedError("packed RoPE on the CPU supports context parallel size 1 only")
-    starts = torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff())
-    positions = torch.arange(len(t)) - starts
+    positions = torch.arange(cu_seqlens[-1]) - torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff())
+    positions = positions[torch.from_numpy(zigzag_rows(cu_seqlens.numpy(), cp_group.size(), cp_group.rank()))]
     return _apply_rotary_pos_emb_bshd(t.unsqueeze(1), freqs[positions], rotary_interleaved=rotary_interleaved,
                                       mla_rotary_interleaved=mla_rotary_interleaved, mscale=mscale).squeeze(1)

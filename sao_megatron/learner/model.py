@@ -25,6 +25,7 @@ def transformer_config(hf: dict, parallel: ParallelSection, dtype: torch.dtype) 
         moe_token_dispatcher_type=parallel.dispatcher,
         bf16=dtype == torch.bfloat16, params_dtype=dtype, pipeline_dtype=dtype,
         tensor_model_parallel_size=parallel.tp, pipeline_model_parallel_size=parallel.pp,
+        context_parallel_size=parallel.cp,
         expert_model_parallel_size=parallel.ep, expert_tensor_parallel_size=parallel.etp,
         sequence_parallel=parallel.tp > 1,  # MoE with tensor parallelism needs it
         variable_seq_lengths=varies_in_length(parallel),
@@ -38,25 +39,26 @@ def varies_in_length(parallel: ParallelSection) -> bool:
     return parallel.dispatcher != "allgather"
 
 
-def build(hf: dict, parallel: ParallelSection, dtype: torch.dtype, value_head: bool = False) -> GPTModel:
-    """This rank's part of the model, on the device, with unset weights. `value_head` makes it a critic."""
+def build(hf: dict, parallel: ParallelSection, dtype: torch.dtype, value_outputs: int = 0) -> GPTModel:
+    """This rank's part of the model, on the device, with unset weights. `value_outputs` > 0 makes it a critic, whose
+    head has that many outputs."""
     config = transformer_config(hf, parallel, dtype)
     model = GPTModel(
         config=config, transformer_layer_spec=runtime.block_spec(config), vocab_size=hf["vocab_size"],
         max_sequence_length=0, pre_process=ps.is_pipeline_first_stage(), post_process=ps.is_pipeline_last_stage(),
-        parallel_output=True, share_embeddings_and_output_weights=hf["tie_word_embeddings"] and not value_head,
+        parallel_output=True, share_embeddings_and_output_weights=hf["tie_word_embeddings"] and not value_outputs,
         position_embedding_type="rope", rotary_base=hf["rope_theta"])
-    if value_head and model.post_process:
-        model.output_layer = ValueHead(config)
+    if value_outputs and model.post_process:
+        model.output_layer = ValueHead(config, value_outputs)
     model.to(device=runtime.device(), dtype=dtype)
     return model
 
 
 class ValueHead(torch.nn.Linear):
-    """Scalar head in place of the vocabulary head: hidden [s, b, h] -> value [s, b, 1], replicated over TP ranks."""
+    """In place of the vocabulary head: hidden [s, b, h] -> float32 [s, b, outputs], replicated over TP ranks."""
 
-    def __init__(self, config: TransformerConfig, std: float = 0.01):
-        super().__init__(config.hidden_size, 1, dtype=config.params_dtype)
+    def __init__(self, config: TransformerConfig, outputs: int, std: float = 0.01):
+        super().__init__(config.hidden_size, outputs, dtype=config.params_dtype)
         self.sequence_parallel = config.sequence_parallel
         generator = torch.Generator().manual_seed(0)  # every tensor and data parallel rank must hold the same head
         with torch.no_grad():
@@ -82,14 +84,16 @@ def start_from_policy(critic: GPTModel, policy: GPTModel) -> None:
 
 
 def freeze_attention(critic: GPTModel) -> int:
-    """Freeze attention by module role; norms fused into its projections keep training. Returns frozen tensors.
+    """Freeze each layer's attention module, whatever is in it: GQA or MLA, inner norms too. Returns frozen tensors.
 
+    TransformerEngine fuses the *layer's* input norm into the attention's first projection; that norm keeps training.
     Raises ValueError if nothing matched: a critic that silently trains everything is another algorithm.
     """
+    input_norms = ("linear_qkv.layer_norm_weight", "down_proj.layer_norm_weight")
     frozen = 0
     for layer in critic.decoder.layers:
         for name, parameter in layer.self_attention.named_parameters():
-            if not name.endswith("layer_norm_weight"):
+            if not name.endswith(input_norms):
                 parameter.requires_grad_(False)
                 frozen += 1
     if not frozen:

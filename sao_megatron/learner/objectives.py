@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,20 +46,7 @@ def spread_advantages(batches: list[DeviceBatch], trajectories: list[Trajectory]
     of = {t.id: advantage for t, advantage in zip(trajectories, advantages, strict=True)}
     for batch in batches:
         mine = torch.tensor([of[t.id] for t in batch.source.trajectories], device=batch.lengths.device)
-        batch.results["advantages"] = adv.spread(mine, batch.lengths)
-
-
-def step_level_advantages(preset: Preset, batches: list[DeviceBatch]) -> None:
-    """Replace the critic's token-level advantages by those of one action per turn (last pipeline stage)."""
-    for batch in batches:
-        if "values" not in batch.results:
-            continue  # an earlier pipeline stage
-        turns = [t.turns[t.action_mask] for t in batch.source.trajectories]
-        turns = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *turns])).to(batch.lengths.device)
-        at_end = batch.lengths.cumsum(0) - 1
-        cut = batch.results["returns"][at_end] - batch.rewards[at_end]  # V after the end: 0, or the bootstrap (γ = 1)
-        batch.results["advantages"] = adv.step_gae(
-            preset.advantage, batch.rewards, batch.results["values"], batch.lengths, turns, preset.lambda_alpha, cut)
+        batch.results["advantages"] = adv.spread(mine, batch.lengths)[batch.held]
 
 
 def objectives(preset: Preset, section: AlgorithmSection, mini: MiniBatch) -> list[PolicyGradient]:
@@ -70,8 +56,8 @@ def objectives(preset: Preset, section: AlgorithmSection, mini: MiniBatch) -> li
     result = []
     for batch in mini.batches:
         result.append(PolicyGradient(
-            batch.rollout_logprobs, batch.results.get("advantages", batch.rewards), preset.gate, preset.eps_low,
-            preset.eps_high, section.anchor, section.entropy_coef, preset.constants,
+            batch.rollout_logprobs, batch.results.get("advantages", batch.rewards[batch.held]), preset.gate,
+            preset.eps_low, preset.eps_high, section.anchor, section.entropy_coef, preset.constants,
             behaviour_logprobs=batch.results.get("behaviour_logprobs"), lengths=batch.lengths,
             scale=_scale(GATES[preset.gate].mean_over, batch, tokens, len(mini.trajectories)),
             bonus=_positive_nll(batch, preset.positive_nll * tokens / positive)
@@ -84,11 +70,12 @@ def _scale(mean_over: str, batch: DeviceBatch, tokens: int, trajectories: int) -
     if mean_over == "token":
         return None
     if mean_over == "trajectory":  # (1/M) Σ_i (1/n_i) Σ_t
-        return adv.spread(tokens / (trajectories * batch.lengths), batch.lengths)
-    return torch.full_like(batch.rewards, tokens / (trajectories / 2))  # the sum over a pair, tied pairs counted
+        return adv.spread(tokens / (trajectories * batch.lengths), batch.lengths)[batch.held]
+    # the sum over a pair, tied pairs counted
+    return torch.full_like(batch.rewards[batch.held], tokens / (trajectories / 2))
 
 
 def _positive_nll(batch: DeviceBatch, weight: float) -> Tensor:
     """VAPO (Yue et al. 2025): μ times the mean NLL over the action tokens of trajectories with a positive reward."""
     positive = torch.tensor([t.reward > 0 for t in batch.source.trajectories], device=batch.lengths.device)
-    return adv.spread(positive.float() * weight, batch.lengths)
+    return adv.spread(positive.float() * weight, batch.lengths)[batch.held]

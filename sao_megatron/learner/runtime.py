@@ -56,6 +56,7 @@ def initialize(parallel: ParallelSection, seed: int, timeout_seconds: float = 60
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tp, pipeline_model_parallel_size=parallel.pp,
+        context_parallel_size=parallel.cp,
         expert_model_parallel_size=parallel.ep, expert_tensor_parallel_size=parallel.etp,
         create_gloo_process_groups=False, distributed_timeout_minutes=max(1, int(timeout_seconds / 60)))
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)

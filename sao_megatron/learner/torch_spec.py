@@ -8,8 +8,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+from sao_megatron.trajectory.packing import zigzag_rows
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -21,37 +24,63 @@ class RMSNorm(torch.nn.RMSNorm):
 class PackedAttention(MegatronModule):
     """Causal attention on packed sequences: [t, heads, d] is spread to [sequences, longest, heads, d] for one call.
 
-    Padding lies after each sequence, so the causal mask alone keeps it out of every real token's attention.
+    Padding lies after each sequence, so the causal mask alone keeps it out of every real token's attention. Under
+    context parallelism each rank has the queries of its own tokens and gathers all keys and values; the gather's
+    backward sums the gradients that the ranks have for each of them.
     """
 
-    def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, **_):
+    def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, pg_collection=None,
+                 **_):
         super().__init__(config=config)
-        if config.context_parallel_size != 1:
-            raise ValueError("context parallelism needs TransformerEngine's attention: set its size to 1 without a GPU")
         self.scale = softmax_scale
+        self.group = pg_collection.cp
 
     def forward(self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None,
                 packed_seq_params=None, **_):
         query, key, value = (x.squeeze(1) if x.dim() == 4 else x for x in (query, key, value))
-        slots, shape = _padded_slots(packed_seq_params, len(query))
+        if not hasattr(packed_seq_params, "grid"):  # the same in every layer
+            packed_seq_params.grid = _Grid(packed_seq_params.cu_seqlens_q, self.group.size(), self.group.rank())
+        grid: _Grid = packed_seq_params.grid
+        if self.group.size() > 1:
+            key, value = (gather_from_sequence_parallel_region(x, group=self.group)[grid.order] for x in (key, value))
+        out = F.scaled_dot_product_attention(
+            grid.queries.spread(query), grid.keys.spread(key), grid.keys.spread(value), attn_mask=grid.mask,
+            is_causal=grid.mask is None, scale=self.scale, enable_gqa=query.size(1) != key.size(1))
+        return grid.queries.collect(out).flatten(1)
 
-        def spread(x):  # [t, heads, d] -> [sequences, heads, longest, d]
-            padded = x.new_zeros(shape[0] * shape[1], *x.shape[1:]).index_copy(0, slots, x)
-            return padded.view(*shape, *x.shape[1:]).transpose(1, 2)
-        out = F.scaled_dot_product_attention(spread(query), spread(key), spread(value), is_causal=True,
-                                             scale=self.scale, enable_gqa=query.size(1) != key.size(1))
-        return out.transpose(1, 2).flatten(0, 1).index_select(0, slots).flatten(1)
 
+class _Cells:
+    """Packed rows laid out as [sequences, longest]."""
 
-def _padded_slots(packed, total: int) -> tuple[torch.Tensor, tuple[int, int]]:
-    """Row of each packed token in the padded [sequences * longest] layout; worked out once per micro-batch."""
-    if not hasattr(packed, "padded_slots"):
-        starts, lengths = packed.cu_seqlens_q[:-1].long(), packed.cu_seqlens_q.diff().long()
-        longest = int(lengths.max())
+    def __init__(self, cu_seqlens: torch.Tensor):
+        starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
+        self.shape = len(lengths), int(lengths.max())
         sequence = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-        slots = torch.arange(total) - starts[sequence] + sequence * longest
-        packed.padded_slots = slots, (len(lengths), longest)
-    return packed.padded_slots
+        self.cells = torch.arange(int(cu_seqlens[-1])) - starts[sequence] + sequence * self.shape[1]
+
+    def spread(self, x: torch.Tensor) -> torch.Tensor:
+        """[t, heads, d] -> [sequences, heads, longest, d], zero where there is no row."""
+        padded = x.new_zeros(self.shape[0] * self.shape[1], *x.shape[1:]).index_copy(0, self.cells, x)
+        return padded.view(*self.shape, *x.shape[1:]).transpose(1, 2)
+
+    def collect(self, x: torch.Tensor) -> torch.Tensor:
+        """Inverse of `spread`."""
+        return x.transpose(1, 2).flatten(0, 1).index_select(0, self.cells)
+
+
+class _Grid:
+    """Where the queries (this context parallel rank's tokens) and the keys (all tokens) of a micro-batch are."""
+
+    def __init__(self, cu_seqlens: torch.Tensor, size: int, rank: int):
+        self.keys = self.queries = _Cells(cu_seqlens)
+        self.mask = self.order = None
+        if size == 1:
+            return
+        rows = [torch.from_numpy(zigzag_rows(cu_seqlens.numpy(), size, part)) for part in range(size)]
+        self.order = torch.cat(rows).argsort()  # from the gathered order (rank by rank) to the packed one
+        self.queries = _Cells(cu_seqlens // size)
+        positions = rows[rank] - cu_seqlens[torch.searchsorted(cu_seqlens, rows[rank], right=True) - 1]
+        self.mask = torch.arange(self.keys.shape[1]) <= self.queries.spread(positions[:, None, None])
 
 
 def _layer_spec(config):

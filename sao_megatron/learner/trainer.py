@@ -24,12 +24,12 @@ from sao_megatron.config import AdamSection, RunConfig
 from sao_megatron.errors import RunError
 from sao_megatron.learner import model as models
 from sao_megatron.learner.critic import Critic
-from sao_megatron.learner.objectives import (MiniBatch, objectives, spread_advantages, step_level_advantages,
-                                             trajectory_advantages)
+from sao_megatron.learner.objectives import MiniBatch, objectives, spread_advantages, trajectory_advantages
 from sao_megatron.learner.optimized import Optimized, wrap
-from sao_megatron.learner.passes import DeviceBatch, policy_pass, reports, to_device, to_numpy
+from sao_megatron.learner.passes import (DeviceBatch, local_batches, local_micro_batches, policy_pass,
+                                         reduce_statistics, reports, to_device, to_numpy)
 from sao_megatron.telemetry.statistics import Statistics
-from sao_megatron.trajectory.packing import MicroBatch, micro_batches, mini_batches, pack
+from sao_megatron.trajectory.packing import mini_batches, pack
 from sao_megatron.trajectory.types import Trajectory
 from sao_megatron.weights.hf import TensorSource
 from sao_megatron.weights.shards import ShardMap
@@ -63,14 +63,19 @@ class Trainer:
         self.running_mean = adv.RunningMean()
 
     def begin_reinforcement(self) -> None:
-        """Make the RL optimizers; critic and reference start from the policy's weights as they are now."""
+        """Make the optimizers. The critic starts from `critic.path` or from the policy as it is, like the reference."""
         updates = self.config.steps * self.config.batch.mini_batches
         self.policy = Optimized(self.policy_ddp, self.config.policy_optimizer, updates)
         if self.preset.behaviour == "reference":
             self.reference = models.build(self.hf_config, self.config.parallel, self.dtype).requires_grad_(False)
             self.reference.load_state_dict(self.policy_ddp.module.state_dict())
-        if self.preset.has_critic:
-            self.critic = Critic(self.config, self.hf_config, self.preset, self.policy_ddp.module)
+        if not self.preset.has_critic:
+            return
+        self.critic = Critic(self.config, self.hf_config, self.preset, self.config.total_steps)
+        if self.config.critic.path is not None:
+            self.critic.start_from_critic(self.config.critic.path)
+        else:
+            self.critic.start_from_policy(self.policy_ddp.module)
 
     def train_step(self, trajectories: list[Trajectory], version: int, update_policy: bool = True,
                    timer=None) -> StepResult:
@@ -87,7 +92,7 @@ class Trainer:
             with _phase(timer, "policy"):
                 updates = [self._update_policy(mini, statistics, version) for mini in minis]
             metrics |= {"policy/grad_norm": float(np.mean([norm for norm, _ in updates])), "policy/lr": updates[-1][1]}
-        statistics = _reduce(statistics)
+        statistics = reduce_statistics(statistics)
         return StepResult(statistics.metrics() | metrics, statistics, batches)
 
     def _advantages(self, batches: list[DeviceBatch], trajectories: list[Trajectory],
@@ -96,8 +101,6 @@ class Trainer:
         metrics = {}
         if self.preset.has_critic:
             metrics = self.critic.train(batches, statistics)
-            if self.preset.advantage != "gae":
-                step_level_advantages(self.preset, batches)
         else:
             advantages = trajectory_advantages(self.preset, trajectories, self.running_mean)
             spread_advantages(batches, trajectories, advantages)
@@ -127,7 +130,7 @@ class Trainer:
             batch.results |= dict(logprobs=output.logprobs, entropy=output.entropy, tokens=tokens)
             if reports():
                 statistics.add_tokens(to_numpy(tokens.log_ratio), to_numpy(tokens.weight), to_numpy(tokens.fate),
-                                      version - batch.source.versions, to_numpy(output.entropy))
+                                      version - batch.held_versions, to_numpy(output.entropy))
                 statistics.add(policy_loss=float(output.loss.detach()))
         return self.policy.step()
 
@@ -140,7 +143,7 @@ class Trainer:
             sums += torch.stack([torch.tensor(float(len(a)), device=a.device), a.sum(), a.square().sum()])
         if not present:
             return  # an earlier pipeline stage holds no advantages
-        dist.all_reduce(sums, group=ps.get_data_parallel_group())
+        dist.all_reduce(sums, group=ps.get_data_parallel_group(with_context_parallel=True))
         mean = sums[1] / sums[0]
         std = (sums[2] / sums[0] - mean**2).clamp_min(0).sqrt()
         for batch in present:
@@ -151,25 +154,26 @@ class Trainer:
         steps = len(batches_of_trajectories)
         trained = Optimized(self.policy_ddp, AdamSection(lr=learning_rate, min_lr_ratio=0.0), steps)
         for step, trajectories in enumerate(batches_of_trajectories):
-            batches = self._micro_batches(trajectories)
+            batches = local_batches(trajectories, self.config)
             trained.zero_grad()
             outputs = policy_pass(trained.ddp, batches, [NegativeLogLikelihood()] * len(batches), 1.0)
             norm, _ = trained.step()
             statistics = Statistics()
             for output in outputs if reports() else ():
                 statistics.add(tokens=len(output.logprobs), policy_loss=float(output.loss.detach()))
-            statistics = _reduce(statistics)
+            statistics = reduce_statistics(statistics)
             on_step(step, statistics["policy_loss"] / statistics["tokens"], norm)
 
     @torch.no_grad()
     def score(self, trajectories: list[Trajectory], temperature: float = 1.0) -> list[np.ndarray]:
         """log π_θ of each trajectory's action tokens under the current policy, on every rank; float32 [n] each."""
-        batches = self._micro_batches(trajectories)
+        batches = local_batches(trajectories, self.config)
         objectives = [NegativeLogLikelihood() for _ in batches]
         outputs = policy_pass(self.policy_ddp, batches, objectives, temperature, forward_only=True)
         mine = {}
         for batch, output in zip(batches, outputs, strict=False):
-            parts = np.split(to_numpy(output.logprobs), np.cumsum(batch.source.lengths)[:-1])
+            logprobs = to_numpy(batch.whole(output.logprobs))
+            parts = np.split(logprobs, np.cumsum(batch.source.lengths)[:-1]) if len(batch.lengths) else []
             mine |= {t.id: part for t, part in zip(batch.source.trajectories, parts, strict=True)}
         gathered: list = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, mine)
@@ -179,34 +183,20 @@ class Trainer:
     def _mini_batches(self, trajectories: list[Trajectory]) -> list[MiniBatch]:
         parts = mini_batches(trajectories, self.config.batch.mini_batches, self.preset.rollouts_per_prompt)
         unit = self.preset.rollouts_per_prompt if GATES[self.preset.gate].mean_over == "pair" else 1
-        packed = [self._pack(part, unit) for part in parts]
-        if not models.varies_in_length(self.config.parallel):  # the critic trains on all of them in one pass
+        packed = [local_micro_batches(part, self.config, unit) for part in parts]
+        parallel = self.config.parallel
+        if not models.varies_in_length(parallel):  # the critic trains on all of them in one pass
             longest = max(len(batch.tokens) for batches in packed for batch in batches)
-            packed = [[pack(batch.trajectories, longest) for batch in batches] for batches in packed]
+            packed = [[pack(batch.trajectories, longest, parallel.sequence_multiple) for batch in batches]
+                      for batches in packed]
         return [MiniBatch(part, [to_device(batch) for batch in batches])
                 for part, batches in zip(parts, packed, strict=True)]
-
-    def _micro_batches(self, trajectories: list[Trajectory]) -> list[DeviceBatch]:
-        return [to_device(batch) for batch in self._pack(trajectories)]
-
-    def _pack(self, trajectories: list[Trajectory], unit: int = 1) -> list[MicroBatch]:
-        return micro_batches(
-            trajectories, ps.get_data_parallel_world_size(), ps.get_data_parallel_rank(),
-            self.config.batch.tokens_per_micro_batch, multiple_of=self.config.parallel.tp,
-            equal_length=not models.varies_in_length(self.config.parallel), unit=unit)
-
-
-def _reduce(statistics: Statistics) -> Statistics:
-    vector = torch.from_numpy(statistics.to_vector()).to(runtime.device())
-    dist.all_reduce(vector)
-    return Statistics.from_vector(vector.cpu().numpy())
 
 
 def _refuse_non_finite(batch: DeviceBatch, logprobs: torch.Tensor) -> None:
     bad = (~torch.isfinite(logprobs)).nonzero()
     if len(bad):
-        owner = int(torch.searchsorted(batch.lengths.cumsum(0), bad[0, 0], right=True))
-        raise RunError(f"trajectory {batch.source.trajectories[owner].id}: the learner's log-prob of an action token "
+        raise RunError(f"trajectory {batch.owner(batch.held[bad[0, 0]])}: the learner's log-prob of an action token "
                        f"is {float(logprobs[bad[0, 0]])}; nothing was trained on this batch")
 
 

@@ -22,7 +22,8 @@ class MicroBatch:
     positions: np.ndarray
     """int64 [T]: position inside its own sequence."""
     cu_seqlens: np.ndarray
-    """int32 [sequences + 1]: cumulative lengths; the padding, if any, is a last sequence of its own."""
+    """int32 [sequences + 1]: cumulative lengths. Padding lies at the end of sequences (where their lengths must be
+    multiples of something) and, to fill the micro-batch, in a last sequence of its own."""
     predict: np.ndarray
     """int64 [n]: packed position whose output predicts each action token (the token before it)."""
     targets: np.ndarray
@@ -39,26 +40,29 @@ class MicroBatch:
     """int64 [m]: packed position of each trajectory's last token, whose value is the one after the end."""
 
 
-def pack(trajectories: list[Trajectory], packed_length: int) -> MicroBatch:
-    """Concatenate trajectories and pad them to `packed_length` tokens."""
-    padding = packed_length - sum(len(t) for t in trajectories)
-    lengths = [len(t) for t in trajectories] + ([padding] if padding else [])
+def pack(trajectories: list[Trajectory], packed_length: int, sequence_multiple: int = 1) -> MicroBatch:
+    """Concatenate trajectories, each padded to a multiple of `sequence_multiple`, and pad to `packed_length` tokens."""
+    lengths = [_round_up(len(t), sequence_multiple) for t in trajectories]
+    if padding := packed_length - sum(lengths):
+        lengths.append(padding)
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    tokens = np.zeros(packed_length, np.int64)
+    for t, start in zip(trajectories, starts, strict=False):
+        tokens[start:start + len(t)] = t.tokens
 
     def actions(field: str, dtype) -> np.ndarray:
         parts = [getattr(t, field)[t.action_mask] for t in trajectories]
         return np.concatenate(parts).astype(dtype) if parts else np.zeros(0, dtype)
     predict = [np.flatnonzero(t.action_mask) - 1 + start for t, start in zip(trajectories, starts, strict=False)]
     return MicroBatch(
-        trajectories=trajectories,
-        tokens=np.concatenate([*(t.tokens for t in trajectories), np.zeros(padding)]).astype(np.int64),
+        trajectories=trajectories, tokens=tokens,
         positions=np.concatenate([np.arange(length) for length in lengths]).astype(np.int64),
         cu_seqlens=starts,
         predict=np.concatenate(predict).astype(np.int64) if predict else np.zeros(0, np.int64),
         targets=actions("tokens", np.int64), rollout_logprobs=actions("rollout_logprobs", np.float32),
         rewards=actions("rewards", np.float32), versions=actions("versions", np.int32),
         lengths=np.array([t.num_actions for t in trajectories], np.int64),
-        last=starts[1:len(trajectories) + 1].astype(np.int64) - 1)
+        last=np.array([start + len(t) - 1 for t, start in zip(trajectories, starts, strict=False)], np.int64))
 
 
 def mini_batches(trajectories: list[Trajectory], count: int, group_size: int = 1) -> list[list[Trajectory]]:
@@ -69,28 +73,75 @@ def mini_batches(trajectories: list[Trajectory], count: int, group_size: int = 1
 
 
 def micro_batches(trajectories: list[Trajectory], dp_size: int, dp_rank: int, token_budget: int,
-                  multiple_of: int = 1, equal_length: bool = False, unit: int = 1) -> list[MicroBatch]:
+                  multiple_of: int = 1, equal_length: bool = False, sequence_multiple: int = 1,
+                  unit: int = 1) -> list[MicroBatch]:
     """This data parallel rank's share of a global batch, the same number of micro-batches on every rank.
 
     Deterministic: every rank calls it with the same list. A micro-batch exceeds `token_budget` only when one
     trajectory does; a rank with too few trajectories gets empty micro-batches (padding only). Packed lengths are
     multiples of `multiple_of` (sequence parallelism splits them evenly), and one and the same over all micro-batches
-    and ranks with `equal_length` (the allgather dispatcher exchanges equal shapes). Each `unit` consecutive
-    trajectories stay together, in order (the pairs of a preference).
+    and ranks with `equal_length` (the allgather dispatcher exchanges equal shapes). Every sequence, padding included,
+    is a multiple of `sequence_multiple`, which must divide `multiple_of` (context parallelism cuts sequences up). Each
+    `unit` consecutive trajectories stay together, in order (the pairs of a preference).
     """
     units = [range(i, min(i + unit, len(trajectories))) for i in range(0, len(trajectories), unit)]
-    sizes = [sum(len(trajectories[i]) for i in members) for members in units]
+    sizes = [sum(_round_up(len(trajectories[i]), sequence_multiple) for i in members) for members in units]
     ranks = []  # per rank: micro-batches of unit indices
     for share in _balance(sizes, dp_size):
         ranks.append([[share[i] for i in bin] for bin in _fill([sizes[i] for i in share], token_budget)])
     count = max(len(bins) for bins in ranks)
 
     def packed_length(members: list[int]) -> int:
-        return -(-max(sum(sizes[u] for u in members), 1) // multiple_of) * multiple_of
+        return _round_up(max(sum(sizes[u] for u in members), 1), multiple_of)
     longest = max(packed_length(members) for bins in ranks for members in bins)
     mine = ranks[dp_rank] + [[]] * (count - len(ranks[dp_rank]))
     return [pack([trajectories[i] for u in members for i in units[u]],
-                 longest if equal_length else packed_length(members)) for members in mine]
+                 longest if equal_length else packed_length(members), sequence_multiple) for members in mine]
+
+
+@dataclass(frozen=True, eq=False)
+class ContextShare:
+    """The part of a micro-batch that one context parallel rank computes: its tokens, and the action tokens whose
+    predicting position is among them. Every action token is held by exactly one rank."""
+
+    rows: np.ndarray
+    """int64 [T/cp]: packed positions of this rank's tokens, in its order."""
+    held: np.ndarray
+    """int64 [k]: which of the micro-batch's n action tokens this rank predicts."""
+    predict: np.ndarray
+    """int64 [k]: where in `rows` each of them is predicted."""
+    held_last: np.ndarray
+    """int64 [j]: the trajectories whose last token this rank holds."""
+    last: np.ndarray
+    """int64 [j]: where in `rows` those tokens are."""
+
+
+def context_share(batch: MicroBatch, size: int, rank: int) -> ContextShare:
+    """The share of context parallel rank `rank` of `size`."""
+    rows = zigzag_rows(batch.cu_seqlens, size, rank)
+    place = np.full(len(batch.tokens), -1)
+    place[rows] = np.arange(len(rows))
+    held, held_last = np.flatnonzero(place[batch.predict] >= 0), np.flatnonzero(place[batch.last] >= 0)
+    return ContextShare(rows, held, place[batch.predict[held]], held_last, place[batch.last[held_last]])
+
+
+def zigzag_rows(cu_seqlens: np.ndarray, size: int, rank: int) -> np.ndarray:
+    """Packed positions that a context parallel rank holds, int64 [T/size], in Megatron's order.
+
+    Each sequence is cut into 2·size chunks and rank r takes chunks r and 2·size − 1 − r: under a causal mask an early
+    chunk is cheap and a late one dear, so that all ranks do the same work. All lengths are multiples of 2·size.
+    """
+    if size == 1:
+        return np.arange(cu_seqlens[-1], dtype=np.int64)
+    parts = []
+    for start, length in zip(cu_seqlens[:-1], np.diff(cu_seqlens), strict=True):
+        chunks = np.arange(start, start + length, dtype=np.int64).reshape(2 * size, -1)
+        parts += [chunks[rank], chunks[-1 - rank]]
+    return np.concatenate(parts)
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 def _balance(sizes: list[int], shares: int) -> list[list[int]]:

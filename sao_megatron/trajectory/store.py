@@ -180,7 +180,7 @@ class Store:
             self._db.execute("UPDATE trajectories SET state = 'leased', leased_by = ? "
                              "WHERE row IN (SELECT value FROM json_each(?))", (owner, json.dumps(rows)))
         # Outside the transaction: reading large blobs must not keep the controller from appending.
-        return [decode(self._one("SELECT blob FROM blobs WHERE row = ?", row)[0]) for row in rows]
+        return self.read(rows)
 
     def drop_unfinishable(self, group_size: int) -> None:
         """Drop the ready members of groups that lack members which nobody is sampling any more.
@@ -197,6 +197,15 @@ class Store:
         with self._transaction():
             return self._db.execute("UPDATE trajectories SET state = 'ready', leased_by = NULL "
                                     "WHERE state = 'leased' AND (?1 IS NULL OR leased_by = ?1)", (owner,)).rowcount
+
+    def recorded(self) -> list[int]:
+        """Rows of all trajectories with an outcome, whatever became of them, in admission order."""
+        rows = self._db.execute("SELECT row FROM trajectories WHERE state != 'error' ORDER BY seq, row")
+        return [row for row, in rows]
+
+    def read(self, rows: list[int]) -> list[Trajectory]:
+        """Trajectories by row; changes nothing."""
+        return [decode(self._one("SELECT blob FROM blobs WHERE row = ?", row)[0]) for row in rows]
 
     def mark_trained(self, step: int, version: int, ids: list[str], metrics: dict[str, Any]) -> None:
         """Record learner step `step`, which trained `ids` and led to weight version `version`.

@@ -38,7 +38,9 @@ class ShardMap:
     Built from the module itself, so that a parameter without a rule is an error (KeyError), never skipped.
     """
 
-    def __init__(self, model, hf_config: dict, skip: frozenset[str] = frozenset()):
+    def __init__(self, model, hf_config: dict, skip: frozenset[str] = frozenset(),
+                 rules: dict[str, Rule] | None = None):
+        """`skip`: parameters to leave out. `rules`: those that come before the family's, by Megatron name."""
         self.geometry = Geometry(hf_config["num_attention_heads"], hf_config["num_key_value_heads"],
                                  hf_config["head_dim"])
         family = family_of(hf_config)
@@ -46,6 +48,9 @@ class ShardMap:
         self.parameters: list[Parameter] = []
         for local_name, tensor in model.named_parameters():
             if local_name in skip:
+                continue
+            if rules and local_name in rules:
+                self.parameters.append(Parameter(tensor, rules[local_name], rules[local_name].hf))
                 continue
             rule, names = family.find(_global_name(model, local_name))
             if self.tied and names == ("lm_head.weight",):

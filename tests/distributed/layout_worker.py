@@ -40,12 +40,13 @@ def policy_gradients(hf_config, source, parallel, data, token_budget: int):
     ddp.zero_grad_buffer()
     batches = [to_device(b) for b in micro_batches(
         data["trajectories"], ps.get_data_parallel_world_size(), ps.get_data_parallel_rank(), token_budget,
-        multiple_of=parallel.tp, equal_length=not models.varies_in_length(parallel))]
+        multiple_of=parallel.packed_multiple, equal_length=not models.varies_in_length(parallel),
+        sequence_multiple=parallel.sequence_multiple)]
     objectives = []
     for batch in batches:
         advantages = [data["advantages"][t.id] for t in batch.source.trajectories]
-        flat = np.concatenate(advantages) if advantages else np.zeros(0)
-        objectives.append(PolicyGradient(batch.rollout_logprobs, torch.from_numpy(flat).float()))
+        flat = torch.from_numpy(np.concatenate([np.zeros(0), *advantages])).float()
+        objectives.append(PolicyGradient(batch.rollout_logprobs, flat[batch.held]))
     policy_pass(ddp, batches, objectives, 1.0)
     shards.parameters = [Parameter(p.tensor.main_grad, p.rule, p.hf_names) for p in shards.parameters]
     masks = [o.diagnostics().fate.tolist() for o in objectives] if ps.is_pipeline_last_stage() else []
@@ -56,24 +57,26 @@ def policy_gradients(hf_config, source, parallel, data, token_budget: int):
 
 
 def main(folder: Path, layouts: list[dict]) -> None:
-    data = pickle.loads((folder / "data.pkl").read_bytes())
+    sets = pickle.loads((folder / "data.pkl").read_bytes())
     reference = dict(np.load(folder / "gradients.npz"))
     results = {}
     for spec in layouts:
         spec = dict(spec)
-        name, tied, budget = spec.pop("name"), spec.pop("tied", False), spec.pop("budget")
-        model_dir = folder / ("tied" if tied else "untied")
+        name, data_name, budget = spec.pop("name"), spec.pop("data", "untied"), spec.pop("budget")
+        critic = spec.pop("critic", {})
+        data, model_dir = sets[data_name], folder / ("tied" if data_name == "tied" else "untied")
         hf_config = hf.read_config(model_dir)
         parallel = configs.ParallelSection(ranks=int(os.environ["WORLD_SIZE"]), **spec)
         runtime.initialize(parallel, seed=0)
         source = hf.SafetensorsFolder(model_dir)
         gradients, count, same_mask = policy_gradients(hf_config, source, parallel, data, budget)
-        prefix = "tied/" if tied else "untied/"
+        prefix = data_name + "/"
         expected = {k.removeprefix(prefix): v for k, v in reference.items() if k.startswith(prefix)}
         config = configs.parse(dict(
             name="t", model=dict(path=str(model_dir), dtype="float32"), parallel=parallel.model_dump(),
-            task=dict(name="random"), batch=dict(tokens_per_micro_batch=budget), steps=3,
-            policy_optimizer=dict(lr=1e-3), critic_optimizer=dict(lr=1e-3)))
+            algorithm=dict(bootstrap_truncated=True, whiten=True), task=dict(name="random"),
+            batch=dict(tokens_per_micro_batch=budget), steps=3,
+            policy_optimizer=dict(lr=1e-3), critic=critic, critic_optimizer=dict(lr=1e-3)))
         learner = trainer.Trainer(config, hf_config, source)
         scores = learner.score(data["trajectories"])
         learner.begin_reinforcement()
@@ -81,9 +84,9 @@ def main(folder: Path, layouts: list[dict]) -> None:
         weights = gather_export(learner.policy_shards)
         results[name] = dict(
             micro_batches=count, same_mask=same_mask, names_match=sorted(gradients) == sorted(expected),
-            gradient={k: float(np.linalg.norm(gradients[k] - v) / np.linalg.norm(v)) for k, v in expected.items()
-                      if k in gradients},
-            logprob=max(float(np.abs(a - b).max()) for a, b in zip(scores, data[prefix + "logprobs"], strict=True)),
+            gradient={k: float(np.linalg.norm(gradients[k] - v) / (np.linalg.norm(v) or 1.0))
+                      for k, v in expected.items() if k in gradients},
+            logprob=max(float(np.abs(a - b).max()) for a, b in zip(scores, data["logprobs"], strict=True)),
             metrics=metrics, weights={k: float(np.square(v, dtype=np.float64).sum()) for k, v in weights.items()})
     if dist.get_rank() == 0:
         (folder / f"results-{dist.get_world_size()}.json").write_text(json.dumps(results))

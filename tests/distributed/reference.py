@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from sao_megatron.trajectory.types import Trajectory, TrajectoryBuilder
+from sao_megatron.trajectory.types import Status, Trajectory, TrajectoryBuilder
 
 EPS_LOW, EPS_HIGH = 0.3, 5.0
 
@@ -30,18 +30,30 @@ def make_model(folder: Path, tied: bool = False, layers: int = 2, seed: int = 0)
 
 
 def make_trajectories(count: int, seed: int = 0, vocab_size: int = 64) -> list[Trajectory]:
-    """Random multi-turn trajectories of very different lengths; some end with an observation."""
+    """Random multi-turn trajectories of very different lengths; some end with an observation, some are truncated."""
     rng = np.random.default_rng(seed)
     result = []
     for index in range(count):
         builder = TrajectoryBuilder(rng.integers(0, vocab_size, rng.integers(1, 6)).tolist(), f"p{index}", "random")
         for _ in range(rng.integers(1, 5)):
             length = int(rng.integers(1, 9))
-            builder.add_action(rng.integers(0, vocab_size, length).tolist(), [-4.0] * length, [0] * length)
+            versions = rng.integers(0, 2, length).tolist()
+            builder.add_action(rng.integers(0, vocab_size, length).tolist(), [-4.0] * length, versions)
             builder.add_observation(rng.integers(0, vocab_size, rng.integers(0, 4)).tolist())
         builder.add_reward(float(rng.integers(0, 2)))
-        result.append(builder.build())
+        result.append(builder.build(Status.TRUNCATED if index % 4 == 3 else Status.COMPLETED))
     return result
+
+
+def make_lone_trajectory() -> list[Trajectory]:
+    """One trajectory of 8 tokens whose action tokens are predicted at 0, 1 and 6: of two context parallel ranks the
+    first predicts them all, and of two data parallel ranks one has nothing to do."""
+    builder = TrajectoryBuilder([5], "lone", "random")
+    builder.add_action([7, 9], [-4.0] * 2, [0] * 2)
+    builder.add_observation([11, 13, 17, 19])
+    builder.add_action([23], [-4.0], [0])
+    builder.add_reward(0.7)
+    return [builder.build()]
 
 
 def hf_logprobs(model, trajectory: Trajectory) -> torch.Tensor:
@@ -59,6 +71,14 @@ def set_rollout_logprobs(model, trajectories: list[Trajectory], seed: int = 1) -
         with torch.no_grad():
             own = hf_logprobs(model, trajectory).numpy()
         trajectory.rollout_logprobs[trajectory.action_mask] = np.minimum(own - rng.normal(0.3, 1.0, len(own)), -1e-3)
+
+
+def drop_all(model, trajectories: list[Trajectory]) -> None:
+    """Rollout log-probs with which every ratio is above the band."""
+    for trajectory in trajectories:
+        with torch.no_grad():
+            own = hf_logprobs(model, trajectory).numpy()
+        trajectory.rollout_logprobs[trajectory.action_mask] = own - 3.0
 
 
 def naive_policy_loss(model, trajectories: list[Trajectory], advantages: list[np.ndarray]) -> torch.Tensor:

@@ -169,3 +169,34 @@ def discarded_mass(log_ratios, fates) -> float:
     """m = 1 − E[r·1{kept}], the mean over all action tokens."""
     kept = [math.exp(x) for x, fate in zip(log_ratios, fates, strict=True) if fate == KEPT]
     return 1 - sum(kept) / len(log_ratios)
+
+
+# §3: the value model's losses -----------------------------------------------------------------------------------------
+
+def clipped_squared_error(value: float, target: float, first_value: float, clip: float | None) -> float:
+    """PPO's value loss of one token: the worse of the value and of the value held within `clip` of the first one."""
+    if clip is None:
+        return (value - target) ** 2
+    near = min(max(value, first_value - clip), first_value + clip)
+    return max((value - target) ** 2, (near - target) ** 2)
+
+
+def hl_gauss_target(target: float, bins: int, low: float, high: float, sigma_ratio: float) -> np.ndarray:
+    """Mass of N(target, σ²), σ = sigma_ratio·bin width, in each of `bins` equal bins of [low, high], summing to 1."""
+    width = (high - low) / bins
+    cdf = [0.5 * (1 + math.erf((low + i * width - target) / (sigma_ratio * width * math.sqrt(2))))
+           for i in range(bins + 1)]
+    mass = np.array([cdf[i + 1] - cdf[i] for i in range(bins)])
+    return mass / mass.sum()
+
+
+def hl_gauss_value(logits: np.ndarray, low: float, high: float) -> float:
+    """Mean of the bins' centres under the softmax of one token's logits."""
+    width = (high - low) / len(logits)
+    return sum(math.exp(p) * (low + (i + 0.5) * width) for i, p in enumerate(log_softmax(logits)))
+
+
+def hl_gauss_loss(logits: np.ndarray, target: float, low: float, high: float, sigma_ratio: float) -> float:
+    """Cross-entropy of one token: −Σ p_i·log q_i."""
+    wanted = hl_gauss_target(target, len(logits), low, high, sigma_ratio)
+    return -sum(p * q for p, q in zip(wanted, log_softmax(logits), strict=True))

@@ -54,8 +54,9 @@ def test_refusals(recipe, override, parts):
 
 # If this fails, ranks are started that no layout of the processes can hold.
 @pytest.mark.parametrize(("overrides", "parts"), [
-    (["parallel.ranks=3", "parallel.tp=2"], ["ranks=3", "tp*pp = 2*1"]),
-    (["parallel.ranks=2", "parallel.pp=2", "parallel.tp=2"], ["ranks=2", "tp*pp = 2*2"]),
+    (["parallel.ranks=3", "parallel.tp=2"], ["ranks=3", "tp*pp*cp = 2*1*1"]),
+    (["parallel.ranks=2", "parallel.pp=2", "parallel.tp=2"], ["ranks=2", "tp*pp*cp = 2*2*1"]),
+        (["parallel.ranks=6", "parallel.tp=2", "parallel.cp=2"], ["ranks=6", "tp*pp*cp = 2*1*2"]),
     (["parallel.ranks=2", "parallel.ep=4"], ["ranks=2", "ep*etp*pp = 4*1*1"]),
     (["parallel.ranks=2", "parallel.ep=2", "parallel.etp=2"], ["ranks=2", "ep*etp*pp = 2*2*1"]),
 ])

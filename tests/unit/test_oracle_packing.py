@@ -3,7 +3,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sao_megatron.trajectory.packing import micro_batches, mini_batches
+from sao_megatron.trajectory.packing import context_share, micro_batches, mini_batches
 from sao_megatron.trajectory.types import TrajectoryBuilder
 
 quick = settings(max_examples=60, deadline=None)
@@ -99,3 +99,44 @@ def test_property_mini_batches_are_whole_groups_in_order(groups, size, count):
     assert len(parts) == count and [t.id for part in parts for t in part] == [t.id for t in batch]
     assert all(len(part) % size == 0 for part in parts)
     assert max(map(len, parts)) - min(map(len, parts)) <= size
+
+
+@quick
+@given(batches, st.integers(1, 4), st.sampled_from([1, 2]), st.integers(1, 40), st.booleans())
+def test_property_context_shares_are_a_partition(batch, cp_size, tp, budget, equal):
+    """Fails if a token or an action token is computed twice or not at all, or predicted from another one's output."""
+    multiple = 2 * cp_size
+    for micro in micro_batches(batch, 1, 0, budget, multiple * tp, equal, multiple):
+        assert not (np.diff(micro.cu_seqlens) % multiple).any()
+        shares = [context_share(micro, cp_size, rank) for rank in range(cp_size)]
+        assert {len(share.rows) for share in shares} == {len(micro.tokens) // cp_size}
+        assert sorted(np.concatenate([share.rows for share in shares])) == list(range(len(micro.tokens)))
+        assert sorted(np.concatenate([share.held for share in shares])) == list(range(len(micro.targets)))
+        assert sorted(np.concatenate([share.held_last for share in shares])) == list(range(len(micro.trajectories)))
+        for share in shares:
+            assert (share.rows[share.predict] == micro.predict[share.held]).all()
+            assert (share.rows[share.last] == micro.last[share.held_last]).all()
+
+
+@quick
+@given(batches, st.integers(1, 4))
+def test_property_context_ranks_carry_equal_loads(batch, cp_size):
+    """Fails if one context parallel rank attends to more keys than another and the others wait for it."""
+    for micro in micro_batches(batch, 1, 0, 40, 2 * cp_size, sequence_multiple=2 * cp_size):
+        shares = [context_share(micro, cp_size, rank) for rank in range(cp_size)]
+        assert len({int((micro.positions[share.rows] + 1).sum()) for share in shares}) == 1
+
+
+@quick
+@given(batches, st.sampled_from([1, 4, 8]))
+def test_property_padding_moves_no_token(batch, multiple):
+    """Fails if padding changes a token, or an action is predicted from another token than the one before it."""
+    for micro in micro_batches(batch, 1, 0, 40, multiple, sequence_multiple=multiple):
+        actions = iter(range(len(micro.targets)))
+        for start, trajectory, last in zip(micro.cu_seqlens, micro.trajectories, micro.last, strict=False):
+            assert (micro.tokens[start:start + len(trajectory)] == trajectory.tokens).all()
+            assert last == start + len(trajectory) - 1
+            for position in np.flatnonzero(trajectory.action_mask):
+                action = next(actions)
+                assert micro.predict[action] == start + position - 1
+                assert micro.targets[action] == trajectory.tokens[position]
