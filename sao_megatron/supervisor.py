@@ -142,14 +142,14 @@ def _living(sessions: set[int]) -> list[psutil.Process]:
 def last_words(log: Path, lines: int = 5) -> tuple[str, list[str]]:
     """Why a process ended, as far as its log tells: (the reason in one line, the last `lines` lines).
 
-    The reason is our own one-sentence error, else the last line of the last traceback, else what SGLang says of a
-    process that it lost, else the last line.
+    The reason is our own one-sentence error, else what SGLang says of a process of its own that a signal killed (which
+    left no traceback: one in the log is older), else the last line of the last traceback, else the last line.
     """
     text = [_RANK.sub("", line).rstrip() for line in _tail(log).splitlines()]
     text = [line for line in text if line]
     if not text:
         return "its log is empty", []
-    return _own_error(text) or _traceback_end(text) or _lost_process(text) or text[-1].strip(), text[-lines:]
+    return _own_error(text) or _killed_part(text) or _traceback_end(text) or text[-1].strip(), text[-lines:]
 
 
 def _own_error(text: list[str]) -> str | None:
@@ -164,8 +164,9 @@ def _traceback_end(text: list[str]) -> str | None:
     return next((line for line in text[starts[-1] + 1:] if not line[0].isspace()), None)
 
 
-def _lost_process(text: list[str]) -> str | None:
-    return next((line for line in reversed(text) if re.search(r"Subprocess \S+ \(pid=\d+\) crashed", line)), None)
+def _killed_part(text: list[str]) -> str | None:
+    killed = re.compile(r"Subprocess \S+ \(pid=\d+\) crashed with exit code -\d")
+    return next((line for line in text if killed.search(line)), None)
 
 
 def _tail(path: Path, size: int = 65536) -> str:

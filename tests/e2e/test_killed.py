@@ -42,12 +42,12 @@ def check_store(run: Run, appended: set[str]) -> None:
 
 
 # If one fails, a run that lost a part hangs or leaves processes behind, hides the cause, or loses what was sampled.
-@pytest.mark.parametrize(("words", "name"), [
-    (["sao_megatron.cli controller"], "controller"),
-    (["sao_megatron.cli learner", "RANK=0"], "learner-0"),
-    (["sglang::scheduler"], "engine-0"),
+@pytest.mark.parametrize(("words", "name", "reason"), [
+    (["sao_megatron.cli controller"], "controller", ""),
+    (["sao_megatron.cli learner", "RANK=0"], "learner-0", ""),
+    (["sglang::scheduler"], "engine-0", "Subprocess scheduler_0"),
 ])
-def test_killed_process_ends_the_run(start_run, words, name):
+def test_killed_process_ends_the_run(start_run, words, name, reason):
     run = start_run("killed", *ENDLESS)
     run.until(lambda: run.steps() >= 3, "three steps")
     victim, appended = pick(run, *words), run.appended()
@@ -55,8 +55,8 @@ def test_killed_process_ends_the_run(start_run, words, name):
     assert run.wait(END_SECONDS) == 1
     log = run.folder.log_dir / f"{name}.log"
     assert run.err.startswith(f"sao-megatron: {name} ended unexpectedly with signal SIGKILL")
-    assert f"its log is {log}" in run.err.splitlines()[0]
-    assert "Traceback" not in run.err.splitlines()[0]
+    sentence = run.err.splitlines()[0]
+    assert reason in sentence and f"its log is {log}" in sentence and "Traceback" not in sentence
     assert run.survivors() == []
     assert len(appended) >= 3 * BATCH
     check_store(run, appended)
