@@ -31,13 +31,13 @@ def make_model(folder: Path, tied: bool = False, layers: int = 2, seed: int = 0)
 
 def make_trajectories(count: int, seed: int = 0, vocab_size: int = 64) -> list[Trajectory]:
     """Random multi-turn trajectories of very different lengths; some end with an observation, some are truncated."""
-    rng = np.random.default_rng(seed)
+    rng, version_rng = np.random.default_rng(seed), np.random.default_rng([seed, 1])
     result = []
     for index in range(count):
         builder = TrajectoryBuilder(rng.integers(0, vocab_size, rng.integers(1, 6)).tolist(), f"p{index}", "random")
         for _ in range(rng.integers(1, 5)):
             length = int(rng.integers(1, 9))
-            versions = rng.integers(0, 2, length).tolist()
+            versions = version_rng.integers(0, 2, length).tolist()
             builder.add_action(rng.integers(0, vocab_size, length).tolist(), [-4.0] * length, versions)
             builder.add_observation(rng.integers(0, vocab_size, rng.integers(0, 4)).tolist())
         builder.add_reward(float(rng.integers(0, 2)))
