@@ -3,12 +3,13 @@ import numpy as np
 import oracles
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sao_megatron.algorithm.objective import NegativeLogLikelihood, PolicyGradient
 from sao_megatron.learner.logprob import one_pass_head
 
+UNTIMED = dict(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine is no failure
 EPS_LOW, EPS_HIGH = 0.3, 5.0
 INSIDE, OUTSIDE = [-0.3, -0.1, 0.0, 0.4, 1.6], [-700.0, -3.0, -0.5, 1.9, 2.5, 700.0]  # log-ratios, off the bounds
 
@@ -56,18 +57,24 @@ def one_pass(hidden, weight, targets, objective, temperature, chunk):
     return output, [hidden.grad, weight.grad]
 
 
-def assert_same_gradients(got: list[torch.Tensor], expected: list[torch.Tensor]):
-    """To 1e-5 of each gradient's largest entry."""
-    for mine, theirs in zip(got, expected, strict=True):
+def assert_same_gradients(got: list[torch.Tensor], expected: list[torch.Tensor], terms: tuple = (0.0, 0.0)):
+    """To 1e-5 of each gradient's largest entry, and 1e-6 of the `terms` it is a sum of."""
+    for mine, theirs, term in zip(got, expected, terms, strict=True):
         scale = theirs.abs().max().item() if theirs.numel() else 0.0
-        np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-5 * scale)
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-5 * scale + 1e-6 * term)
+
+
+def gradient_terms(hidden, weight, coefficients, temperature, entropy_coef) -> tuple[float, float]:
+    """How large the terms of d hidden and d weight are, before p_y − 1 cancels where a token is all but certain."""
+    sizes = np.append(np.abs(coefficients) + entropy_coef * (1 + np.log(len(weight))), 0.0) / temperature
+    return float(sizes.max() * weight.abs().max()), float(sizes.sum() * hidden.abs().max()) if len(hidden) else 0.0
 
 
 @pytest.mark.parametrize("gate", ["dis", "dis_recover"])
 @pytest.mark.parametrize("log_ratios", [INSIDE, INSIDE + OUTSIDE, OUTSIDE], ids=["kept", "mixed", "dropped"])
 def test_property_one_pass_head_equals_oracle(gate, log_ratios):
     """Fails if the fused head's log-probs, loss or gradients are not those of the DIS loss at any chunk size."""
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=25, **UNTIMED)
     @given(seed=st.integers(0, 2**32 - 1), n=st.integers(0, 23), vocab=st.integers(2, 60), width=st.integers(1, 12),
            chunk=st.integers(1, 9), temperature=st.sampled_from([1.0, 0.7, 1.3]), anchor=st.sampled_from([0.0, 0.1]),
            entropy_coef=st.sampled_from([0.0, 0.01]))
@@ -82,12 +89,14 @@ def test_property_one_pass_head_equals_oracle(gate, log_ratios):
         output, gradients = one_pass(hidden, weight, targets, objective, temperature, chunk)
         np.testing.assert_allclose(output.logprobs.detach(), logprobs, rtol=1e-6, atol=1e-6)
         np.testing.assert_allclose(output.entropy.detach(), entropy, rtol=1e-6, atol=2e-6)
-        np.testing.assert_allclose(output.loss.item(), loss.item(), rtol=1e-5, atol=1e-5)
-        assert_same_gradients(gradients, expected)
+        c = coefficients(logprobs.numpy())
+        loss_terms = np.abs(c * logprobs.numpy()).sum()  # they may cancel
+        np.testing.assert_allclose(output.loss.item(), loss.item(), rtol=1e-5, atol=1e-5 + 1e-6 * loss_terms)
+        assert_same_gradients(gradients, expected, gradient_terms(hidden, weight, c, temperature, entropy_coef))
     check()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20, **UNTIMED)
 @given(seed=st.integers(0, 2**32 - 1), n=st.integers(0, 20), chunk=st.integers(1, 9))
 def test_property_supervised_head_equals_oracle(seed, n, chunk):
     """Fails if the warm-up's gradient is not that of −Σ log π."""
