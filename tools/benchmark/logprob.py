@@ -6,14 +6,15 @@ Time (forward + backward) and peak memory of the DIS loss from hidden states, by
   packaged torch.nn.functional.linear_cross_entropy in chunks, on the action tokens; it knows no vocabulary shards
   one pass sao_megatron's
 Each ends with the weight's gradient added to a float32 `main_grad` that exists beforehand, as under Megatron's DDP.
-Every measurement has its own process(es); rounds interleave the heads, and the table shows medians. Memory is the peak
-above weights, main_grad and inputs: resident memory on a CPU, allocated on a GPU. Time is that of the slowest rank: on
-a CPU the process's own CPU seconds, which other jobs on the machine change little; on a GPU elapsed seconds. The aims
-are ratios to `full` at the same share of action tokens. Nothing is asserted.
+Every measurement has its own process(es); rounds interleave the heads, and the table shows medians, of the worst rank.
+Memory is the peak above weights, main_grad and inputs: resident on a CPU, allocated on a GPU. Time is on a CPU the
+process's own CPU seconds, which other jobs change little; on a GPU elapsed seconds. The aims are ratios to `full` at
+the same share of action tokens. Nothing is asserted.
 """
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import statistics
@@ -122,24 +123,37 @@ def resident(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
+def first(p: Problem, tokens: int) -> Problem:
+    """The problem's first tokens, half of them actions."""
+    n = tokens // 2
+    objective = PolicyGradient(p.objective.rollout_logprobs[:n], p.objective.advantages[:n])
+    return Problem(p.hidden[:tokens].detach().requires_grad_(), p.weight,
+                   torch.arange(n, device=p.targets.device), p.targets[:n], objective)
+
+
+def run(p: Problem, head: str, group: dist.ProcessGroup) -> None:
+    LOSSES[head](p, group).backward()
+    if p.weight.grad is not None:
+        p.weight.main_grad.add_(p.weight.grad)
+    p.weight.grad = p.hidden.grad = None
+
+
 def measure(p: Problem, head: str, group: dist.ProcessGroup) -> Measurement:
-    """One forward and backward; on a GPU the second, since the first compiles and chooses kernels."""
-    def run() -> None:
-        LOSSES[head](p, group).backward()
-        if p.weight.grad is not None:
-            p.weight.main_grad.add_(p.weight.grad)
-        p.weight.grad = p.hidden.grad = None
+    """One forward and backward after a warm-up: on a GPU of its own size, since kernels are chosen by size; on a CPU a
+    small one, which touches the libraries' code and working memory."""
     if has_gpu():
-        run()
+        run(p, head, group)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
     else:
-        torch.mm(p.hidden.detach()[:8], p.weight.detach()[:8].t())  # makes the product library's own memory exist
+        run(first(p, 32), head, group)
+        ctypes.CDLL(None).malloc_trim(0)  # what the warm-up freed is not to be counted as there already
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again
         before = resident("VmRSS")
     dist.barrier(group)
     cpu, clock = time.process_time(), time.perf_counter()
-    run()
+    run(p, head, group)
     if has_gpu():
         torch.cuda.synchronize()
     elapsed, seconds = time.perf_counter() - clock, time.process_time() - cpu
