@@ -54,12 +54,17 @@ def alive(pids) -> list[int]:
     return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
 
 
-def descendants() -> list[int]:
-    return [process.pid for process in psutil.Process().children(recursive=True)]
+@pytest.fixture
+def descendants():
+    """descendants(): processes that this test has started; the session may have an engine of its own."""
+    def pids() -> set[int]:
+        return {process.pid for process in psutil.Process().children(recursive=True)}
+    before = pids()
+    return lambda: sorted(pids() - before)
 
 
 # If this fails, an engine's own subprocesses keep running, and keep the GPU, after the run has ended.
-def test_stop_ends_children_and_grandchildren(tmp_path):
+def test_stop_ends_children_and_grandchildren(tmp_path, descendants):
     with Supervisor(tmp_path) as supervisor:
         supervisor.start([python("family", FAMILY)])
         wait_ready(supervisor, "family")
@@ -69,12 +74,12 @@ def test_stop_ends_children_and_grandchildren(tmp_path):
 
 
 # If this fails, what a crashed process had started is left behind: its parent can no longer be asked for it.
-def test_stop_ends_what_a_dead_child_started(tmp_path):
+def test_stop_ends_what_a_dead_child_started(tmp_path, descendants):
     with Supervisor(tmp_path) as supervisor:
         supervisor.start([python("family", FAMILY)])
         wait_ready(supervisor, "family")
         pids = descendants()
-        (leader,) = [process.pid for process in psutil.Process().children()]
+        (leader,) = [process.pid for process in psutil.Process().children() if process.pid in pids]
         os.kill(leader, signal.SIGKILL)
         until(supervisor.poll, "the leader to end")
         assert supervisor.poll() == {"family": -signal.SIGKILL}
@@ -83,7 +88,7 @@ def test_stop_ends_what_a_dead_child_started(tmp_path):
 
 
 # If this fails, a process that ignores SIGTERM hangs the end of the run.
-def test_stop_kills_after_the_grace(tmp_path):
+def test_stop_kills_after_the_grace(tmp_path, descendants):
     with Supervisor(tmp_path, grace=0.3) as supervisor:
         supervisor.start([python("deaf", DEAF)])
         wait_ready(supervisor, "deaf")
@@ -188,7 +193,7 @@ def watch(config, tmp_path: Path, learner: str, controller: str, engine: str = S
 
 
 # If this fails, a run that is done never ends, or ends as failed.
-def test_watch_ends_with_learner_and_controller(config, tmp_path):
+def test_watch_ends_with_learner_and_controller(config, tmp_path, descendants):
     watch(config, tmp_path, FINISH, FOLLOW)
     assert not alive(descendants())
 
@@ -200,7 +205,7 @@ def test_watch_ends_with_learner_and_controller(config, tmp_path):
     ("controller", "print('early')", "controller ended unexpectedly with exit code 0: early"),
     ("engine", "raise SystemExit('no memory')", "engine-0 ended unexpectedly with exit code 1: no memory"),
 ])
-def test_watch_stops_when_a_process_dies(config, tmp_path, name, code, how):
+def test_watch_stops_when_a_process_dies(config, tmp_path, name, code, how, descendants):
     programs = {"learner": SLEEP, "controller": SLEEP, "engine": SLEEP} | {name: code}
     with pytest.raises(RunError, match=how):
         watch(config, tmp_path, **programs)
