@@ -133,7 +133,13 @@ def _packed_rope(t, cu_seqlens, freqs, rotary_interleaved=False, mla_rotary_inte
     `cu_seqlens` are those of the whole sequences.
     """
     from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
-    positions = torch.arange(cu_seqlens[-1]) - torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff())
-    positions = positions[torch.from_numpy(zigzag_rows(cu_seqlens.numpy(), cp_group.size(), cp_group.rank()))]
+    positions = _packed_positions(cu_seqlens, cp_group.size(), cp_group.rank())
     return _apply_rotary_pos_emb_bshd(t.unsqueeze(1), freqs[positions], rotary_interleaved=rotary_interleaved,
                                       mla_rotary_interleaved=mla_rotary_interleaved, mscale=mscale).squeeze(1)
+
+
+@functools.lru_cache(maxsize=4)  # by the tensor's identity: every layer of a pass asks twice with the same one
+def _packed_positions(cu_seqlens, cp_size: int, cp_rank: int) -> torch.Tensor:
+    """[t/cp]: the position in its sequence of each of this rank's tokens."""
+    positions = torch.arange(cu_seqlens[-1]) - torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff())
+    return positions[torch.from_numpy(zigzag_rows(cu_seqlens.numpy(), cp_size, cp_rank))]

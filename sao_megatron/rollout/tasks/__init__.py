@@ -30,6 +30,9 @@ def _task_class(name: str) -> type:
     if name == "guess_number":
         from sao_megatron.rollout.tasks.guess_number import GuessNumber
         return GuessNumber
+    if name == "levers":
+        from sao_megatron.rollout.tasks.guess_number import Levers
+        return Levers
     if name == "reasoning_gym":
         if importlib.util.find_spec("reasoning_gym") is None:
             raise UserError("task reasoning_gym needs the package reasoning-gym: pip install reasoning-gym")
@@ -37,7 +40,8 @@ def _task_class(name: str) -> type:
         return ReasoningGym
     path, colon, class_name = name.rpartition(":")
     if not (colon and path.endswith(".py")):
-        raise UserError(f"unknown task {name!r}: known are guess_number, reasoning_gym and path/to/file.py:Class")
+        raise UserError(f"unknown task {name!r}: known are guess_number, levers, reasoning_gym and "
+                        f"path/to/file.py:Class")
     return _class_of_file(Path(path), class_name)
 
 

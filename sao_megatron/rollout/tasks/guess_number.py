@@ -1,5 +1,7 @@
 """Guess the secret number from higher/lower hints: the smallest task in which acting well needs several turns.
 
+`Levers` is the same game with other hints and rewards: find out which number pays, and keep naming it.
+
 One token per number, so that a tiny fresh model learns it on a laptop. With 15 numbers and four turns, uniform guessing
 solves 0.24 of the episodes (1 − (14/15)⁴) and binary search all of them.
 """
@@ -54,6 +56,10 @@ class GuessNumber:
         """The answer's token id."""
         return WIN if guess == secret else HIGHER if secret > guess else LOWER
 
+    def outcome(self, found: bool) -> tuple[float, bool]:
+        """Reward of a turn, and whether it ends the game before its last turn."""
+        return float(found), found
+
     def prompt(self, index: int) -> Prompt:
         return self._prompt(random.Random(f"{self.seed}/{index}").randint(self.low, self.high))
 
@@ -86,14 +92,19 @@ class GuessNumber:
         for _ in range(self.max_turns):
             guess = rng.randint(self.low, self.high)
             builder.add_action([self.token(guess), *self.ending], logprobs, [0] * len(logprobs))
-            builder.add_reward(float(guess == secret))
+            reward, done = self.outcome(guess == secret)
+            builder.add_reward(reward)
             answer = [self.verdict(guess, secret)]
             if self.learn_hints:
                 builder.add_action(answer, [0.0], [0])
             builder.add_observation([] if self.learn_hints else answer)
-            if guess == secret:
+            if done:
                 break
         return builder.build(solved=guess == secret)
+
+    def words(self) -> list[str]:
+        """The token ids' names, from 0 on."""
+        return SPECIAL + [str(number) for number in range(self.low, self.high + 1)]
 
     def save_tokenizer(self, folder) -> None:
         from tokenizers import Tokenizer
@@ -101,7 +112,7 @@ class GuessNumber:
         from tokenizers.pre_tokenizers import WhitespaceSplit
         from transformers import PreTrainedTokenizerFast
 
-        words = SPECIAL + [str(number) for number in range(self.low, self.high + 1)]
+        words = self.words()
         words += [f"<unused{index}>" for index in range(len(words), VOCAB_SIZE)]
         tokenizer = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token=SPECIAL[PAD]))
         tokenizer.pre_tokenizer = WhitespaceSplit()
@@ -123,5 +134,32 @@ class _Game:
         if not task.low <= guess <= task.high or action[1:] != task.ending:
             return Step(reward=task.malformed_reward, done=True, info={"solved": False, "malformed": True})
         found = guess == self.secret
-        return Step([task.verdict(guess, self.secret)], reward=float(found), done=found or self.turns == task.max_turns,
+        reward, done = task.outcome(found)
+        return Step([task.verdict(guess, self.secret)], reward=reward, done=done or self.turns == task.max_turns,
                     info={"solved": found, "malformed": False})
+
+
+class Levers(GuessNumber):
+    """One of the levers low..high pays in every turn, the others never: find it, then stay with it.
+
+    The answer is the token `win` or `nothing`; a turn that pays has reward 1/turns, so rewards come along the way and
+    not only at the end. Solved where the last turn paid: uniform play solves 1/levers of the episodes, trying each
+    lever once and keeping the one that pays solves all of them if there are as many turns as levers.
+    """
+
+    name = "levers"
+
+    def __init__(self, low: int = 1, high: int = 5, turns: int = 5, **options):
+        super().__init__(low, high, turns, **options)
+        self.nothing = FIRST_NUMBER + high - low + 1
+        if self.nothing >= VOCAB_SIZE:
+            raise ValueError(f"low={low}, high={high}: expected at most {VOCAB_SIZE - FIRST_NUMBER - 1} levers")
+
+    def verdict(self, guess: int, secret: int) -> int:
+        return WIN if guess == secret else self.nothing
+
+    def outcome(self, found: bool) -> tuple[float, bool]:
+        return found / self.max_turns, False
+
+    def words(self) -> list[str]:
+        return [*super().words(), "nothing"]
