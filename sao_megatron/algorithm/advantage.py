@@ -6,6 +6,7 @@ Tensors hold the action tokens of whole trajectories, one after the other: `valu
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -77,6 +78,21 @@ def _discounted_sum(x: Tensor, factor: Tensor, block: int = 64) -> Tensor:
         y += carry[:, None] * factor[:, None] ** (size - power[:size])
         result[:, start:start + block], carry = y, y[:, 0]
     return result
+
+
+def whitened(parts: list[Tensor], all_reduce: Callable[[Tensor], None]) -> list[Tensor]:
+    """Advantages with mean 0 and standard deviation 1 over the action tokens of the global batch.
+
+    `parts` are this rank's micro-batches, float32 [k] each; `all_reduce` sums a float64 tensor over the ranks in place.
+    """
+    sums = torch.zeros(3, dtype=torch.float64, device=parts[0].device)
+    for part in parts:
+        values = part.double()
+        sums += torch.stack([values.new_tensor(len(values)), values.sum(), values.square().sum()])
+    all_reduce(sums)
+    mean = sums[1] / sums[0]
+    std = (sums[2] / sums[0] - mean**2).clamp_min(0).sqrt()
+    return [((part - mean) / (std + 1e-6)).float() for part in parts]
 
 
 def spread(per_trajectory: Tensor, lengths: Tensor) -> Tensor:

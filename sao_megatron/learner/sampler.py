@@ -1,4 +1,4 @@
-"""An engine inside the learner's process, for experiments at a fixed lag: it samples with the weights that it was given.
+"""An engine inside the learner's process, for experiments at a fixed lag: it samples with weights that it is given.
 
 It answers `generate` like the engine client (rollout/episode.py's Generator), so episodes, tasks and trajectories are
 the run's own; tests/engine/test_sampler.py holds its log-probs and its distribution to SGLang's. Requests that are made

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from sao_megatron.learner import runtime
+from sao_megatron.learner import runtime  # noqa: F401  (before Megatron)
 from megatron.core import parallel_state as ps
 
 from sao_megatron.algorithm import advantage as adv
@@ -136,18 +136,14 @@ class Trainer:
 
     def _whiten(self, batches: list[DeviceBatch]) -> None:
         """Zero mean and unit standard deviation over the action tokens of the global batch."""
-        sums = torch.zeros(3, dtype=torch.float64, device=runtime.device())
         present = [batch for batch in batches if "advantages" in batch.results]
-        for batch in present:
-            a = batch.results["advantages"].double()
-            sums += torch.stack([torch.tensor(float(len(a)), device=a.device), a.sum(), a.square().sum()])
         if not present:
             return  # an earlier pipeline stage holds no advantages
-        dist.all_reduce(sums, group=ps.get_data_parallel_group(with_context_parallel=True))
-        mean = sums[1] / sums[0]
-        std = (sums[2] / sums[0] - mean**2).clamp_min(0).sqrt()
-        for batch in present:
-            batch.results["advantages"] = ((batch.results["advantages"] - mean) / (std + 1e-6)).float()
+        group = ps.get_data_parallel_group(with_context_parallel=True)
+        whitened = adv.whitened([batch.results["advantages"] for batch in present],
+                                lambda sums: dist.all_reduce(sums, group=group))
+        for batch, advantages in zip(present, whitened, strict=True):
+            batch.results["advantages"] = advantages
 
     def supervised(self, batches_of_trajectories, learning_rate: float, on_step) -> None:
         """Supervised warm-up: NLL of the action tokens, learning rate decaying linearly to 0, one batch a step."""

@@ -24,7 +24,7 @@ REFUSED = {
     "ranks and tp": ("parallel.ranks=3", "parallel: ranks=3 is not a multiple of tp*pp*cp = 2*1*1"),
     "ranks and ep": ("parallel={ranks: 2, tp: 1, ep: 4}", "parallel: ranks=2 is not a multiple of ep*etp*pp = 4*1*1"),
     "no model folder": ("model={path: nowhere}", "model.path: folder nowhere does not exist"),
-    "unknown task": ("task.name=guess_letter", "unknown task 'guess_letter': known are guess_number, levers, reasoning_gym"),
+    "unknown task": ("task.name=guess_letter", "unknown task 'guess_letter': known are guess_number, levers"),
     "unknown option": ("task.options={trns: 4}", "task guess_number has no option 'trns': its options are low, high"),
     "no critic": ("critic.path=nowhere", "critic.path: nowhere has no value_head.json"),
     "unknown preset": ("algorithm.preset=soa", "unknown preset 'soa'; known: sao"),

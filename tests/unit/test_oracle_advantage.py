@@ -15,6 +15,7 @@ from sao_megatron.algorithm.advantage import (
     returns,
     spread,
     step_gae,
+    whitened,
 )
 from sao_megatron.trajectory.packing import pack
 from sao_megatron.trajectory.types import Trajectory, TrajectoryBuilder
@@ -24,11 +25,13 @@ quick = settings(max_examples=60, deadline=None)
 
 @st.composite
 def trajectories(draw) -> Trajectory:
-    """Any turn structure: one-token prompts and actions, empty observations, observations (or none) at the end."""
+    """Any turn structure: one-token prompts and actions, turns without any action token, empty observations,
+    observations (or none) at the end, rewards anywhere, or no reward at all."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     builder = TrajectoryBuilder(rng.integers(0, 50, draw(st.integers(1, 5))).tolist(), "p", "t")
-    for length, observed, rewarded in draw(st.lists(
-            st.tuples(st.integers(1, 6), st.integers(0, 4), st.booleans()), min_size=1, max_size=5)):
+    first = draw(st.tuples(st.integers(1, 6), st.integers(0, 4), st.booleans()))
+    for length, observed, rewarded in [first, *draw(st.lists(
+            st.tuples(st.integers(0, 6), st.integers(0, 4), st.booleans()), max_size=4))]:
         builder.add_action(rng.integers(0, 50, length).tolist(), (-rng.random(length)).tolist(), [3] * length)
         builder.add_observation(rng.integers(0, 50, observed).tolist())
         if rewarded:  # after the observation: the reward still belongs to the last action token
@@ -150,6 +153,18 @@ def test_property_group_advantage_equals_oracle(members):
     groups, outcomes = [g for g, _ in members], np.array([r for _, r in members], np.float32)
     got = group_advantage(torch.from_numpy(outcomes), torch.tensor(groups))
     np.testing.assert_allclose(got, oracles.group_advantage(outcomes.astype(float), groups), rtol=1e-4, atol=1e-4)
+
+
+@quick
+@given(st.lists(st.lists(st.floats(-50, 50, width=32), max_size=9), min_size=1, max_size=4).filter(any),
+       st.sampled_from([0.0, 100.0]))
+def test_property_whitening_equals_oracle(parts, shift):
+    """Fails if whitening is not over all action tokens of the batch, however they lie in micro-batches (some empty)."""
+    parts = [np.array(part, np.float32) + np.float32(shift) for part in parts]
+    got = whitened([torch.from_numpy(part) for part in parts], lambda sums: None)
+    assert [len(part) for part in got] == [len(part) for part in parts]
+    expected = oracles.whiten(np.concatenate(parts))
+    np.testing.assert_allclose(np.concatenate(got), expected, rtol=1e-4, atol=1e-4)  # equal values: a std of rounding
 
 
 @quick

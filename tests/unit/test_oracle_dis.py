@@ -17,11 +17,13 @@ BANDS = st.sampled_from([(0.3, 5.0), (0.8, 3.0), (0.05, 0.05), (0.5, 1.0)])
 
 @st.composite
 def gated_tokens(draw, max_tokens=30):
-    """(log_ratio float32 [n], advantage float32 [n], eps_low, eps_high): inside, far outside, and on the bounds."""
+    """(log_ratio float32 [n], advantage float32 [n], eps_low, eps_high): inside, far outside, on the bounds, and ±inf:
+    a token that one of the two policies cannot emit lies outside the band, where it must leave no NaN."""
     eps_low, eps_high = draw(BANDS)
     low, high = oracles.band(eps_low, eps_high)
     edges = [np.nextafter(bound, np.float32(side)) for bound in (low, high) for side in (-np.inf, np.inf)]
-    special = st.sampled_from([float(x) for x in (low, high, *edges, 0.0, 700.0, -700.0, 88.8, -104.0, 3e38, -3e38)])
+    special = st.sampled_from([float(x) for x in (low, high, *edges, 0.0, 700.0, -700.0, 88.8, -104.0, 3e38, -3e38,
+                                               math.inf, -math.inf)])
     log_ratio = special | st.floats(-4, 4, width=32)
     advantage = st.sampled_from([0.0, 1.0, -1.0]) | st.floats(-8, 8, width=32)
     tokens = draw(st.lists(st.tuples(log_ratio, advantage), max_size=max_tokens))
