@@ -1,0 +1,30 @@
+"""tools/fixed_lag.py: the lag of the stability experiments is real."""
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_samples_are_exactly_as_old_as_the_lag(tmp_path):
+    """If this fails, docs/stability.md compares presets at other lags than it says."""
+    out = tmp_path / "out.json"
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("fixed_lag_worker.py")), str(ROOT / "configs/fixed-lag-cpu.yaml"),
+         str(out)], env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    got = json.loads(out.read_text())
+    assert [row["version"] for row in got["rows"]] == [0, 1, 2, 3, 4, 5]
+    for row in got["rows"]:
+        assert row["sampled"] == [max(0, row["version"] - 2)], "a batch comes from one version, 2 before the learner's"
+        assert row["then"] < 1e-5, "the recorded log-probs are those of that version's weights"
+        if row["version"] > 0:
+            assert row["now"] > 1e-3, "training must have moved the weights for this test to mean anything"
+    result, fresh = got["result"], got["fresh"]
+    assert [version for version, *_ in result["evaluations"]] == [0, 3, 6]
+    assert max(fresh["log_ratio_abs"]) < 1e-5 < min(result["log_ratio_abs"][1:]), "without a lag every ratio is 1"
+    assert len(result["solved"]) == len(result["ess"]) == 6 and result["failed"] is None
