@@ -186,7 +186,7 @@ def reduce_statistics(statistics: Statistics) -> Statistics:
     """Sums over all ranks, on every rank."""
     vector = torch.from_numpy(statistics.to_vector()).to(runtime.device())
     dist.all_reduce(vector)
-    return Statistics.from_vector(vector.cpu().numpy())
+    return statistics.load_vector(vector.cpu().numpy())
 
 
 def to_numpy(tensor: Tensor) -> np.ndarray:

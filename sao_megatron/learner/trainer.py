@@ -28,7 +28,7 @@ from sao_megatron.learner.objectives import MiniBatch, objectives, spread_advant
 from sao_megatron.learner.optimized import Optimized, wrap
 from sao_megatron.learner.passes import (DeviceBatch, local_batches, local_micro_batches, policy_pass,
                                          reduce_statistics, reports, to_device, to_numpy)
-from sao_megatron.telemetry.statistics import Statistics
+from sao_megatron.telemetry.statistics import Statistics, Tokens
 from sao_megatron.trajectory.packing import mini_batches, pack
 from sao_megatron.trajectory.types import Trajectory
 from sao_megatron.weights.hf import TensorSource
@@ -82,7 +82,7 @@ class Trainer:
         """One learner step on a global batch (the same list on every rank). `version` is the learner's."""
         minis = self._mini_batches(trajectories)
         batches = [batch for mini in minis for batch in mini.batches]
-        statistics, metrics = Statistics(), {}
+        statistics, metrics = Statistics(tuple(sorted({t.task for t in trajectories}))), {}
         with _phase(timer, "critic"):
             metrics |= self._advantages(batches, trajectories, statistics)
         if update_policy:
@@ -129,8 +129,7 @@ class Trainer:
             tokens = objective.diagnostics()
             batch.results |= dict(logprobs=output.logprobs, entropy=output.entropy, tokens=tokens)
             if reports():
-                statistics.add_tokens(to_numpy(tokens.log_ratio), to_numpy(tokens.weight), to_numpy(tokens.fate),
-                                      version - batch.held_versions, to_numpy(output.entropy))
+                statistics.add_tokens(_counted(batch, version, statistics.tasks))
                 statistics.add(policy_loss=float(output.loss.detach()))
         return self.policy.step()
 
@@ -156,9 +155,9 @@ class Trainer:
             norm, _ = trained.step()
             statistics = Statistics()
             for output in outputs if reports() else ():
-                statistics.add(tokens=len(output.logprobs), policy_loss=float(output.loss.detach()))
-            statistics = reduce_statistics(statistics)
-            on_step(step, statistics["policy_loss"] / statistics["tokens"], norm)
+                statistics.add(policy_loss=float(output.loss.detach()))
+            tokens = sum(t.num_actions for t in trajectories)
+            on_step(step, reduce_statistics(statistics)["policy_loss"] / tokens, norm)
 
     @torch.no_grad()
     def score(self, trajectories: list[Trajectory], temperature: float = 1.0) -> list[np.ndarray]:
@@ -187,6 +186,22 @@ class Trainer:
                       for batches in packed]
         return [MiniBatch(part, [to_device(batch) for batch in batches])
                 for part, batches in zip(parts, packed, strict=True)]
+
+
+def _counted(batch: DeviceBatch, version: int, tasks: tuple[str, ...]) -> Tokens:
+    """This rank's action tokens of a micro-batch that was trained at `version`, for the statistics."""
+    trajectories, lengths, held = batch.source.trajectories, batch.source.lengths, batch.held.cpu().numpy()
+    seen = batch.results["tokens"]
+
+    def per_token(values) -> np.ndarray:
+        return np.repeat(np.array(values, np.int64), lengths)[held]
+    return Tokens(
+        log_ratio=to_numpy(seen.log_ratio), weight=to_numpy(seen.weight), fate=to_numpy(seen.fate),
+        entropy=to_numpy(batch.results["entropy"]), advantage=to_numpy(batch.results["advantages"]),
+        lag=version - batch.held_versions, length=per_token(lengths),
+        turn=np.concatenate([np.zeros(0, np.int64), *(t.turns[t.action_mask] for t in trajectories)])[held],
+        position=np.concatenate([np.zeros(0, np.int64), *(np.arange(n) for n in lengths)])[held],
+        task=per_token([tasks.index(t.task) for t in trajectories]))
 
 
 def _refuse_non_finite(batch: DeviceBatch, logprobs: torch.Tensor) -> None:

@@ -5,69 +5,152 @@ micro-batches) add zeros, and one all-reduce of one small vector gives every ran
 """
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from sao_megatron.algorithm.dis import Fate
+from sao_megatron.telemetry.buckets import BREAKDOWNS, deciles
 
-LAG_EDGES = np.array([0, 1, 2, 3, 5, 9, 17])
-"""Lags are counted in the buckets 0, 1, 2, 3–4, 5–8, 9–16, 17 and more."""
 LOG_RATIO_EDGES = np.concatenate([[-np.inf], np.linspace(-3.0, 3.0, 121), [np.inf]])
 """Bins of log r, the same in every step and run so that histograms can be compared."""
+ADVANTAGE_EDGES = np.concatenate([[-np.inf], np.linspace(-3.0, 3.0, 25), [np.inf]])
+COARSE_LOG_RATIO_EDGES = LOG_RATIO_EDGES[[0, *range(1, 122, 4), 122]]
+MISMATCH_EDGES = np.concatenate([[0.0], np.logspace(-8, 2, 201), [np.inf]])
+"""Bins of |log r| at lag 0, where engine and learner hold the same weights: 20 a factor of 10."""
+
+FIELDS = ("tokens", "dropped_low", "dropped_high", "recovered", "weight", "weight_squared", "kept_ratio")
+"""What is summed in every bucket."""
+SUMS = ("trajectories", "dropped_by_trajectory", "lag", "entropy", "log_ratio", "log_ratio_abs", "mismatch",
+        "value_tokens", "value", "return", "return_squared", "error", "error_squared", "advantage", "advantage_squared",
+        "policy_loss")
 
 
-@dataclass
+@dataclass(frozen=True)
+class Tokens:
+    """Action tokens of one micro-batch, as this rank holds them; arrays [n] each."""
+
+    log_ratio: np.ndarray
+    """log π_θ − log π_rollout."""
+    weight: np.ndarray
+    """The gate's."""
+    fate: np.ndarray
+    entropy: np.ndarray
+    advantage: np.ndarray
+    lag: np.ndarray
+    """Learner version − version at sampling."""
+    turn: np.ndarray
+    position: np.ndarray
+    """Action tokens before it in its trajectory."""
+    length: np.ndarray
+    """Action tokens of its trajectory."""
+    task: np.ndarray
+    """Index into the Statistics' tasks."""
+
+    def buckets(self, name: str) -> np.ndarray:
+        """Its bucket in the breakdown `name`."""
+        if name == "task":
+            return self.task
+        values = self.position / self.length if name == "position" else getattr(self, name)
+        return BREAKDOWNS[name].of(values)
+
+
 class Statistics:
-    fates: np.ndarray = field(default_factory=lambda: np.zeros((len(LAG_EDGES), len(Fate))))
-    """Action tokens by lag bucket and fate."""
-    log_ratio: np.ndarray = field(default_factory=lambda: np.zeros(len(LOG_RATIO_EDGES) - 1))
-    """Action tokens by log r."""
-    sums: np.ndarray = field(default_factory=lambda: np.zeros(len(SUMS)))
-    """Sums over action tokens, in the order of SUMS."""
+    """`tasks` names the tasks of the step's trajectories, the same on every rank."""
+
+    def __init__(self, tasks: tuple[str, ...] = ()):
+        self.tasks = tasks
+        sizes = {name: len(buckets.edges) for name, buckets in BREAKDOWNS.items()} | {"task": len(tasks)}
+        self.breakdowns = {name: np.zeros((size, len(FIELDS))) for name, size in sizes.items()}
+        """FIELDS by bucket."""
+        self.log_ratio = np.zeros(len(LOG_RATIO_EDGES) - 1)
+        """Action tokens by log r."""
+        self.joint = np.zeros((len(ADVANTAGE_EDGES) - 1, len(COARSE_LOG_RATIO_EDGES) - 1))
+        """Action tokens by advantage and log r."""
+        self.mismatch = np.zeros(len(MISMATCH_EDGES) - 1)
+        """Action tokens of lag 0 by |log r|."""
+        self.sums = np.zeros(len(SUMS))
+
+    def _parts(self) -> list[np.ndarray]:
+        return [*self.breakdowns.values(), self.log_ratio, self.joint, self.mismatch, self.sums]
+
+    def to_vector(self) -> np.ndarray:
+        return np.concatenate([part.ravel() for part in self._parts()])
+
+    def load_vector(self, vector: np.ndarray) -> Statistics:
+        """Take the sums of `vector`, which a Statistics of the same tasks wrote."""
+        start = 0
+        for part in self._parts():
+            part[...] = vector[start:start + part.size].reshape(part.shape)
+            start += part.size
+        return self
 
     def add(self, **values) -> None:
         """Add the sum of each array (or number) to the sum of that name."""
         for name, value in values.items():
             self.sums[SUMS.index(name)] += np.sum(value, dtype=np.float64)
 
-    def add_tokens(self, log_ratio: np.ndarray, weight: np.ndarray, fate: np.ndarray, lag: np.ndarray,
-                   entropy: np.ndarray) -> None:
-        """Count one micro-batch's action tokens; all arrays [n]. lag = learner version − version at sampling."""
-        bucket = np.searchsorted(LAG_EDGES, lag, side="right") - 1
-        np.add.at(self.fates, (bucket, fate), 1)
-        self.log_ratio += np.histogram(log_ratio, LOG_RATIO_EDGES)[0]
-        kept_ratio = np.exp(log_ratio[fate == Fate.KEPT], dtype=np.float64)  # float64 holds any that occurs
-        self.add(tokens=len(lag), weight=weight, weight_squared=np.square(weight, dtype=np.float64),
-                 kept_ratio=kept_ratio, lag=lag, entropy=entropy, log_ratio=log_ratio, log_ratio_abs=np.abs(log_ratio))
-
-    def to_vector(self) -> np.ndarray:
-        return np.concatenate([self.fates.ravel(), self.log_ratio, self.sums])
-
-    @classmethod
-    def from_vector(cls, vector: np.ndarray) -> Statistics:
-        fates, bins = len(LAG_EDGES) * len(Fate), len(LOG_RATIO_EDGES) - 1
-        return cls(vector[:fates].reshape(-1, len(Fate)), vector[fates:fates + bins], vector[fates + bins:])
-
     def __getitem__(self, name: str) -> float:
         return float(self.sums[SUMS.index(name)])
 
+    def add_tokens(self, tokens: Tokens) -> None:
+        """Count one micro-batch's action tokens."""
+        low, high = tokens.fate == Fate.DROPPED_LOW, tokens.fate == Fate.DROPPED_HIGH
+        kept = np.where(tokens.fate == Fate.KEPT, tokens.log_ratio, -np.inf).astype(np.float64)
+        fields = (None, low, high, tokens.fate == Fate.RECOVERED, tokens.weight,
+                  np.square(tokens.weight, dtype=np.float64), np.exp(kept))  # float64 holds any ratio that occurs
+        for name, table in self.breakdowns.items():
+            index = tokens.buckets(name)
+            for column, field in enumerate(fields):
+                table[:, column] += np.bincount(index, field, minlength=len(table))
+        self.log_ratio += np.histogram(tokens.log_ratio, LOG_RATIO_EDGES)[0]
+        self.joint += np.histogram2d(tokens.advantage, tokens.log_ratio, (ADVANTAGE_EDGES, COARSE_LOG_RATIO_EDGES))[0]
+        fresh = np.abs(tokens.log_ratio[tokens.lag == 0])
+        self.mismatch += np.histogram(fresh, MISMATCH_EDGES)[0]
+        self.add(trajectories=1 / tokens.length, dropped_by_trajectory=(low | high) / tokens.length, lag=tokens.lag,
+                 entropy=tokens.entropy, log_ratio=tokens.log_ratio, log_ratio_abs=np.abs(tokens.log_ratio),
+                 mismatch=fresh)
+
+    @property
+    def fates(self) -> np.ndarray:
+        """[lag buckets, Fate]: action tokens."""
+        tokens, low, high, recovered = self.breakdowns["lag"][:, :4].T
+        return np.stack([tokens - low - high - recovered, low, high, recovered], axis=1)
+
     def metrics(self) -> dict[str, float]:
-        """Scalars of the step. Shares are of action tokens; ESS and discarded mass m as in ALGORITHM.md §7."""
-        tokens = max(self["tokens"], 1.0)
-        share = self.fates.sum(0) / tokens
-        result = {
-            "mask/dropped_low": share[Fate.DROPPED_LOW], "mask/dropped_high": share[Fate.DROPPED_HIGH],
-            "mask/recovered": share[Fate.RECOVERED],
-            "mask/dropped": share[Fate.DROPPED_LOW] + share[Fate.DROPPED_HIGH],
-            "mask/effective_sample_size": self["weight"] ** 2 / max(tokens * self["weight_squared"], 1e-12),
-            "mask/discarded_mass": 1.0 - self["kept_ratio"] / tokens,
-            "ratio/log_mean": self["log_ratio"] / tokens, "ratio/log_abs_mean": self["log_ratio_abs"] / tokens,
-            "lag/mean": self["lag"] / tokens, "policy/entropy": self["entropy"] / tokens,
-        } if self["tokens"] else {}
+        """Scalars of the step (telemetry/metrics.py says what each means)."""
+        total = self.breakdowns["lag"].sum(0)
+        result = {}
+        if tokens := total[0]:
+            result = {f"mask/{name}": value for name, value in _shares(total).items()} | {
+                "mask/dropped_by_trajectory": self["dropped_by_trajectory"] / self["trajectories"],
+                "ratio/log_mean": self["log_ratio"] / tokens, "ratio/log_abs_mean": self["log_ratio_abs"] / tokens,
+                "lag/mean": self["lag"] / tokens, "policy/entropy": self["entropy"] / tokens,
+            } | self._mismatch_metrics() | self._breakdown_metrics(tokens)
         if self["value_tokens"]:
             result |= self._critic_metrics()
         return {name: float(value) for name, value in result.items()}
+
+    def _mismatch_metrics(self) -> dict[str, float]:
+        """Of the tokens of lag 0; the 99th percentile and the largest as upper edges of their bins."""
+        if not (fresh := self.mismatch.sum()):
+            return {}
+        upper = MISMATCH_EDGES[1:]
+        return {"mismatch/mean": self["mismatch"] / fresh,
+                "mismatch/p99": upper[np.searchsorted(np.cumsum(self.mismatch), 0.99 * fresh)],
+                "mismatch/max": upper[np.flatnonzero(self.mismatch)[-1]]}
+
+    def _breakdown_metrics(self, tokens: float) -> dict[str, float]:
+        result = {}
+        for name, table in self.breakdowns.items():
+            names = self.tasks if name == "task" else BREAKDOWNS[name].names
+            if name == "entropy":
+                table = _in_deciles(table)
+            for bucket, row in zip(names, table, strict=True):
+                if row[0]:
+                    result |= {f"by_{name}/{key} {bucket}": value for key, value in _shares(row).items()}
+                    result[f"by_{name}/tokens {bucket}"] = row[0] / tokens
+        return result
 
     def _critic_metrics(self) -> dict[str, float]:
         n = self["value_tokens"]
@@ -79,6 +162,16 @@ class Statistics:
                 "advantage/std": float(np.sqrt(max(self["advantage_squared"] / n - (self["advantage"] / n) ** 2, 0)))}
 
 
-SUMS = ("tokens", "weight", "weight_squared", "kept_ratio", "lag", "entropy", "log_ratio", "log_ratio_abs",
-        "value_tokens", "value", "return", "return_squared", "error", "error_squared", "advantage", "advantage_squared",
-        "policy_loss")
+def _shares(row: np.ndarray) -> dict[str, float]:
+    """What FIELDS of some tokens say: shares of them, ESS and discarded mass m as in ALGORITHM.md §7."""
+    tokens, low, high, recovered, weight, weight_squared, kept_ratio = row
+    return {"dropped": (low + high) / tokens, "dropped_low": low / tokens, "dropped_high": high / tokens,
+            "recovered": recovered / tokens, "discarded_mass": 1.0 - kept_ratio / tokens,
+            "effective_sample_size": weight**2 / max(tokens * weight_squared, 1e-12)}
+
+
+def _in_deciles(table: np.ndarray) -> np.ndarray:
+    """[fine bins, FIELDS] -> [10, FIELDS]."""
+    result = np.zeros((10, table.shape[1]))
+    np.add.at(result, deciles(table[:, 0]), table)
+    return result

@@ -1,26 +1,71 @@
-"""TensorBoard events of a run: the step's scalars, and histograms of lag and log-ratio with fixed bins."""
+"""TensorBoard events of a run: scalars, histograms with fixed bins, heat maps, and a first page that tells the story.
+
+Names, units and meaning: telemetry/metrics.py and docs/metrics.md.
+"""
 from __future__ import annotations
 
 from pathlib import Path
 
 import numpy as np
 from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import hparams
 
-from sao_megatron.telemetry.statistics import LAG_EDGES, LOG_RATIO_EDGES, Statistics
+from sao_megatron.telemetry import heatmaps
+from sao_megatron.telemetry.buckets import LAG
+from sao_megatron.telemetry.statistics import LOG_RATIO_EDGES, Statistics
+
+DRAW_EVERY = 50
+"""Steps between two drawings of the heat maps."""
+LAYOUT = {
+    "How is it going?": {
+        "reward": ["Multiline", ["reward/mean", "reward/solve_rate"]],
+        "dropped action tokens, by side": ["Multiline", ["mask/dropped_low", "mask/dropped_high", "mask/recovered"]],
+        "effective sample size": ["Multiline", ["mask/effective_sample_size"]],
+        "discarded mass m": ["Multiline", ["mask/discarded_mass"]],
+        "lag (versions)": ["Multiline", ["lag/mean", "lag/max"]],
+        "entropy (nats)": ["Multiline", ["policy/entropy"]]},
+    "Is it learning well?": {
+        "gradient norm": ["Multiline", ["policy/grad_norm", "critic/grad_norm"]],
+        "explained variance": ["Multiline", ["critic/explained_variance"]],
+        "engine against learner at lag 0 (nats)": ["Multiline", ["mismatch/mean", "mismatch/p99", "mismatch/max"]],
+        "seconds by phase": ["Multiline", [f"seconds/{name}" for name in (
+            "wait", "critic", "recompute", "policy", "publish", "other")]]}}
 
 
 class StepWriter:
-    """Writes one learner step at a time; the axis is the learner step."""
+    """Writes one learner step at a time; the axis is the learner step.
 
-    def __init__(self, folder: Path):
+    `settings` (flat names and values) are shown as hyperparameters; `earlier` are the (step, metrics) of the steps
+    before a restart, which the heat maps show too.
+    """
+
+    def __init__(self, folder: Path, settings: dict[str, float | str | bool] | None = None,
+                 earlier: list[tuple[int, dict[str, float]]] = ()):
         self._writer = SummaryWriter(str(folder), flush_secs=10)
+        self._writer.add_custom_scalars(LAYOUT)
+        if settings:
+            for summary in hparams(settings, {"reward/mean": None}):
+                self._writer.file_writer.add_summary(summary)
+        self._steps = [step for step, _ in earlier]
+        self._metrics = [_drawn(metrics) for _, metrics in earlier]
 
     def write(self, step: int, metrics: dict[str, float], statistics: Statistics) -> None:
         for name, value in metrics.items():
             self._writer.add_scalar(name, float(value), step)
-        if statistics["tokens"]:
-            self._histogram("lag/tokens", statistics.fates.sum(1), _LAG_BINS, step)
-            self._histogram("ratio/log", statistics.log_ratio, _LOG_RATIO_BINS, step)
+        if not statistics.log_ratio.any():
+            return
+        self._histogram("lag/tokens", statistics.fates.sum(1), _LAG_BINS, step)
+        self._histogram("ratio/log", statistics.log_ratio, _LOG_RATIO_BINS, step)
+        self._steps.append(step)
+        self._metrics.append(_drawn(metrics))
+        if len(self._steps) % DRAW_EVERY == 0:
+            self._draw(step)
+            self._writer.add_figure("heat/advantage_ratio", heatmaps.advantage_ratio(statistics.joint), step)
+
+    def _draw(self, step: int) -> None:
+        for name in heatmaps.DRAWN:
+            if figure := heatmaps.dropped_by(name, self._steps, self._metrics):
+                self._writer.add_figure(f"heat/{name}", figure, step)
 
     def _histogram(self, name: str, counts: np.ndarray, edges: np.ndarray, step: int) -> None:
         """Add counts of fixed bins (one edge more than counts), without the empty bins at both ends.
@@ -36,8 +81,14 @@ class StepWriter:
             bucket_limits=edges[1:].tolist(), bucket_counts=counts.tolist(), global_step=step)
 
     def close(self) -> None:
+        if self._steps:
+            self._draw(self._steps[-1])
         self._writer.close()
 
 
-_LAG_BINS = np.concatenate([LAG_EDGES - 0.5, [2 * LAG_EDGES[-1] - 0.5]])  # an integer lag lies inside its bin
+def _drawn(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if name.startswith("by_") and "/dropped " in name}
+
+
+_LAG_BINS = np.concatenate([LAG.edges - 0.5, [2 * LAG.edges[-1] - 0.5]])  # an integer lag lies inside its bin
 _LOG_RATIO_BINS = np.concatenate([[-6.0], LOG_RATIO_EDGES[1:-1], [6.0]])  # the open ends are drawn up to ±6

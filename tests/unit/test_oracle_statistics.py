@@ -6,29 +6,41 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sao_megatron.algorithm.dis import Fate
-from sao_megatron.telemetry.statistics import LOG_RATIO_EDGES, Statistics
+from sao_megatron.telemetry.statistics import ADVANTAGE_EDGES, LOG_RATIO_EDGES, Statistics, Tokens
 
 quick = settings(max_examples=60, deadline=None)
 BUCKETS = [(0, 0), (1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, 10**9)]  # lags, first and last of each
 
 
-def tokens(seed: int, n: int, recover: bool):
-    """log_ratio, weight, fate, lag, entropy of n action tokens: E[r] = 1, half of them outside the band."""
+TASKS = ("chess", "maths")
+
+
+def tokens(seed: int, n: int, recover: bool) -> Tokens:
+    """n action tokens: E[r] = 1, half of them outside the band, positions on and off the edges of the tenths."""
     rng = np.random.default_rng(seed)
     log_ratio = rng.normal(-0.5, 1.0, n).astype(np.float32)
-    weight, fate = oracles.gate(log_ratio, rng.normal(size=n), 0.3, 5.0, recover)
-    return log_ratio, weight.astype(np.float32), fate, rng.integers(0, 30, n), rng.random(n).astype(np.float32)
+    advantage = (rng.normal(size=n) * rng.integers(0, 2, n)).astype(np.float32)
+    weight, fate = oracles.gate(log_ratio, advantage, 0.3, 5.0, recover)
+    length = rng.choice([1, 5, 7, 10, 40, 5000], n)
+    return Tokens(
+        log_ratio=log_ratio, weight=weight.astype(np.float32), fate=fate, advantage=advantage,
+        entropy=(rng.random(n) * rng.integers(0, 2, n)).astype(np.float32), lag=rng.integers(0, 30, n),
+        turn=rng.integers(0, 90, n), position=rng.integers(0, length), length=length, task=rng.integers(0, 2, n))
 
 
-def reduced(columns, cuts: list[int]) -> Statistics:
+def pieces(tokens: Tokens, cuts: list[int]) -> list[Tokens]:
+    columns = {name: np.split(column, sorted(cuts)) for name, column in vars(tokens).items()}
+    return [Tokens(**dict(zip(columns, piece, strict=True))) for piece in zip(*columns.values(), strict=True)]
+
+
+def reduced(tokens: Tokens, cuts: list[int]) -> Statistics:
     """The tokens cut into micro-batches, one rank each, reduced as the learner does: a sum of vectors."""
-    pieces = zip(*(np.split(column, sorted(cuts)) for column in columns), strict=True)
-    vectors = []
-    for piece in pieces:
-        one = Statistics()
-        one.add_tokens(*piece)
+    vectors = [Statistics(TASKS).to_vector()]
+    for piece in pieces(tokens, cuts):
+        one = Statistics(TASKS)
+        one.add_tokens(piece)
         vectors.append(one.to_vector())
-    return Statistics.from_vector(np.sum([Statistics().to_vector(), *vectors], axis=0))
+    return Statistics(TASKS).load_vector(np.sum(vectors, axis=0))
 
 
 @quick
@@ -36,16 +48,25 @@ def reduced(columns, cuts: list[int]) -> Statistics:
        recover=st.booleans())
 def test_property_statistics_equal_brute_force(seed, n, cuts, recover):
     """Fails if a reported share or mean depends on the layout, or is not what its name says."""
-    columns = log_ratio, weight, fate, lag, entropy = tokens(seed, n, recover)
-    got = reduced(columns, [min(cut, n) for cut in cuts]).metrics()
+    all_tokens = tokens(seed, n, recover)
+    log_ratio, weight, fate, lag = (getattr(all_tokens, name) for name in ("log_ratio", "weight", "fate", "lag"))
+    got = reduced(all_tokens, [min(cut, n) for cut in cuts]).metrics()
+    dropped = (fate == Fate.DROPPED_LOW) | (fate == Fate.DROPPED_HIGH)
+    fresh = np.abs(log_ratio[lag == 0], dtype=float)
+    if len(fresh):
+        np.testing.assert_allclose(got["mismatch/mean"], fresh.mean(), rtol=1e-6)
+        for name, exact in ("mismatch/p99", np.sort(fresh)[int(np.ceil(0.99 * len(fresh))) - 1]), ("mismatch/max",
+                                                                                                  fresh.max()):
+            assert exact <= got[name] <= exact * 10 ** (1 / 20) * 1.001, "the upper edge of its bin"
     expected = {
+        "mask/dropped_by_trajectory": sum(dropped / all_tokens.length) / sum(1 / all_tokens.length),
         "mask/dropped_low": np.mean(fate == Fate.DROPPED_LOW), "mask/dropped_high": np.mean(fate == Fate.DROPPED_HIGH),
         "mask/recovered": np.mean(fate == Fate.RECOVERED),
-        "mask/dropped": np.mean((fate == Fate.DROPPED_LOW) | (fate == Fate.DROPPED_HIGH)),
+        "mask/dropped": np.mean(dropped),
         "mask/effective_sample_size": oracles.effective_sample_size(weight),
         "ratio/log_mean": np.mean(log_ratio, dtype=float),
         "ratio/log_abs_mean": np.mean(np.abs(log_ratio), dtype=float),
-        "lag/mean": np.mean(lag), "policy/entropy": np.mean(entropy, dtype=float)}
+        "lag/mean": np.mean(lag), "policy/entropy": np.mean(all_tokens.entropy, dtype=float)}
     for name, value in expected.items():
         np.testing.assert_allclose(got[name], value, rtol=1e-6, atol=1e-9, err_msg=name)
 
@@ -53,24 +74,80 @@ def test_property_statistics_equal_brute_force(seed, n, cuts, recover):
 @pytest.mark.parametrize("recover", [False, True], ids=["dis", "dis_recover"])
 def test_oracle_discarded_mass(recover):
     """Fails if the bias of masking, m = 1 − E[r·1{kept}], is computed from anything but the kept tokens' ratios."""
-    columns = log_ratio, _, fate, *_ = tokens(1, 400, recover)
-    got = reduced(columns, [100]).metrics()["mask/discarded_mass"]
-    np.testing.assert_allclose(got, oracles.discarded_mass(log_ratio, fate), rtol=1e-5)
+    all_tokens = tokens(1, 400, recover)
+    got = reduced(all_tokens, [100]).metrics()["mask/discarded_mass"]
+    np.testing.assert_allclose(got, oracles.discarded_mass(all_tokens.log_ratio, all_tokens.fate), rtol=1e-5)
+
+
+def in_bucket(name: str, bucket: str, tokens: Tokens) -> np.ndarray:
+    """By eye: which tokens belong into `bucket` of the breakdown `name`."""
+    if name == "task":
+        return tokens.task == TASKS.index(bucket)
+    if name == "advantage":
+        return np.sign(tokens.advantage) == {"negative": -1, "zero": 0, "positive": 1}[bucket]
+    if name == "position":
+        tenth = int(bucket.partition("-")[0]) // 10
+        return (10 * tokens.position) // tokens.length == tenth
+    values = getattr(tokens, name)
+    first, _, last = bucket.rstrip("+").partition("-")
+    return (values >= int(first)) & (values <= (1 << 40 if bucket.endswith("+") else int(last or first)))
+
+
+@pytest.mark.parametrize("name", ["lag", "turn", "position", "length", "advantage", "task"])
+def test_property_breakdowns_equal_brute_force(name):
+    """Fails if a token is counted in the wrong bucket, or a bucket's share, ESS or mass is not that of its tokens."""
+    @quick
+    @given(seed=st.integers(0, 2**32 - 1), n=st.integers(1, 60), at=st.integers(0, 60))
+    def check(seed, n, at):
+        all_tokens = tokens(seed, n, True)
+        got = reduced(all_tokens, [min(at, n)]).metrics()
+        found = {key.partition(" ")[2] for key in got if key.startswith(f"by_{name}/")}
+        covered = np.zeros(n, int)
+        for bucket in found:
+            where = in_bucket(name, bucket, all_tokens)
+            covered += where
+            fate, weight = all_tokens.fate[where], all_tokens.weight[where]
+            expected = {
+                "tokens": where.mean(), "dropped_low": np.mean(fate == Fate.DROPPED_LOW),
+                "dropped_high": np.mean(fate == Fate.DROPPED_HIGH), "recovered": np.mean(fate == Fate.RECOVERED),
+                "dropped": np.mean((fate == Fate.DROPPED_LOW) | (fate == Fate.DROPPED_HIGH)),
+                "effective_sample_size": oracles.effective_sample_size(weight) if weight.any() else 0.0,
+                "discarded_mass": oracles.discarded_mass(all_tokens.log_ratio[where], fate)}
+            for key, value in expected.items():
+                np.testing.assert_allclose(got[f"by_{name}/{key} {bucket}"], value, rtol=1e-5, atol=1e-9)
+        assert (covered == 1).all(), "every token is in one bucket"
+    check()
+
+
+def test_entropy_deciles_hold_a_tenth_of_the_tokens_each():
+    """Fails if "the tokens about which the policy is most uncertain" are not that."""
+    rng = np.random.default_rng(0)
+    n = 5000
+    entropy = np.sort(rng.exponential(0.3, n)).astype(np.float32)
+    columns = vars(tokens(0, n, False)) | dict(entropy=entropy, fate=(np.arange(n) >= 4500).astype(int))
+    got = reduced(Tokens(**columns), [1234]).metrics()
+    for decile in range(10):
+        assert abs(got[f"by_entropy/tokens {10 * decile}-{10 * (decile + 1)}%"] - 0.1) < 0.06
+    assert got["by_entropy/dropped_low 90-100%"] > 0.8 and got["by_entropy/dropped_low 0-10%"] == 0
 
 
 @quick
 @given(seed=st.integers(0, 2**32 - 1), n=st.integers(1, 60), cut=st.integers(0, 60))
 def test_property_histograms_equal_brute_force(seed, n, cut):
     """Fails if a token falls into the wrong lag bucket or log-ratio bin, or into none."""
-    columns = log_ratio, _, fate, lag, _ = tokens(seed, n, True)
+    all_tokens = tokens(seed, n, True)
+    log_ratio, fate, lag = all_tokens.log_ratio, all_tokens.fate, all_tokens.lag
     log_ratio[:2] = [700, -700][:n]
-    got = reduced(columns, [min(cut, n)])
+    got = reduced(all_tokens, [min(cut, n)])
     counts = [[sum(1 for a, f in zip(lag, fate, strict=True) if first <= a <= last and f == kind) for kind in Fate]
               for first, last in BUCKETS]
     assert got.fates.tolist() == counts
     bins = [sum(1 for x in log_ratio if low <= x < high)
             for low, high in zip(LOG_RATIO_EDGES[:-1], LOG_RATIO_EDGES[1:], strict=True)]
     assert got.log_ratio.tolist() == bins and sum(bins) == n
+    assert got.joint.sum() == n
+    for row, (low, high) in zip(got.joint, zip(ADVANTAGE_EDGES[:-1], ADVANTAGE_EDGES[1:], strict=True), strict=True):
+        assert row.sum() == sum(low <= a < high for a in all_tokens.advantage)
 
 
 @quick
@@ -86,7 +163,7 @@ def test_property_critic_metrics_equal_brute_force(seed, n, cut):
         one.add(value_tokens=len(v), value=v, error=t - v, error_squared=(t - v)**2, advantage=a,
                 advantage_squared=a**2, **{"return": t, "return_squared": t**2})
         sums += one.to_vector()
-    got = Statistics.from_vector(sums).metrics()
+    got = Statistics().load_vector(sums).metrics()
     expected = {
         "critic/loss": np.mean((target - value)**2), "critic/value_mean": value.mean(),
         "critic/explained_variance": oracles.explained_variance(value, target),
@@ -101,7 +178,9 @@ def test_oracle_statistics_without_tokens_or_variance():
     assert Statistics().metrics() == {}
     log_ratio = np.full(5, -9.0, np.float32)
     weight, fate = oracles.gate(log_ratio, np.ones(5), 0.3, 5.0)
-    got = reduced((log_ratio, weight, fate, np.zeros(5, int), np.zeros(5)), []).metrics()
+    zero = np.zeros(5, int)
+    got = reduced(Tokens(log_ratio, weight, fate, np.zeros(5), np.ones(5), zero, zero, zero, zero + 1, zero),
+                  []).metrics()
     assert (got["mask/dropped"], got["mask/discarded_mass"], got["mask/effective_sample_size"]) == (1, 1, 0)
     equal = Statistics()
     equal.add(value_tokens=4, value=0.0, error=4.0, error_squared=4.0, advantage=0.0, advantage_squared=0.0,
