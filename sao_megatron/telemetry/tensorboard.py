@@ -7,6 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
@@ -50,8 +51,8 @@ class StepWriter:
         self._metrics = [_drawn(metrics) for _, metrics in earlier]
 
     def write(self, step: int, metrics: dict[str, float], statistics: Statistics) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, float(value), step)
+        scalars = Summary(value=[Summary.Value(tag=name, simple_value=float(v)) for name, v in metrics.items()])
+        self._writer.file_writer.add_summary(scalars, step)  # one event: hundreds of add_scalar would take 30 ms
         if not statistics.log_ratio.any():
             return
         self._histogram("lag/tokens", statistics.fates.sum(1), _LAG_BINS, step)
