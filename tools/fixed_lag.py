@@ -40,12 +40,13 @@ METRICS = {
 
 
 def initialize(config: RunConfig) -> None:
-    """Be a process group of one rank."""
-    if not dist.is_initialized():
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
-        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    """Be a process group of one rank; once in a process, since every group of Gloo's keeps its threads for ever."""
+    if dist.is_initialized():
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     runtime.initialize(config.parallel, config.seed)
 
 
