@@ -5,8 +5,9 @@
     python tools/sweep.py --grid presets   # one of them: presets, mini_batches, recovery
     python tools/sweep.py --report         # only the tables and pictures of what has been run
 
-Results are one JSON file a run under --out; a run whose file exists is not repeated. At the end (and with --report) it
-prints a table and writes it, pictures (PNG) and TensorBoard curves there; tools/sweep_report.py defines "collapsed".
+Each run that ends adds a line to results.jsonl under --out; a run that has one is not repeated. At the end (and with
+--report) it prints a table and writes it, pictures (PNG) and TensorBoard curves there; tools/sweep_report.py defines
+"collapsed". To go on from the runs of docs/stability.md, copy docs/stability-results.jsonl to --out/results.jsonl.
 """
 from __future__ import annotations
 
@@ -23,8 +24,11 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
+from sweep_report import compact, report, write_tensorboard
+
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "configs/fixed-lag-cpu.yaml"
+RESULTS = "results.jsonl"
 PRESETS = ("grpo", "grpo_dis", "vapo", "sao_dis_only", "sao", "sao_recover", "running_mean", "icepop", "decoupled_ppo",
            "cispo")
 LAGS = (0, 1, 4, 16, 64)
@@ -81,7 +85,6 @@ def work(jobs: multiprocessing.Queue, finished: multiprocessing.Queue, out: Path
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     from fixed_lag import FixedLag  # Megatron: seconds to import
-    from sweep_report import write_tensorboard
     while True:
         try:
             job = jobs.get_nowait()
@@ -100,22 +103,16 @@ def _run(job: Job, out: Path, fixed_lag: type) -> dict:
     start = torch.load(start_file) if start_file.is_file() else None
     run = fixed_lag(config.load(RECIPE, job.overrides()), job.lag, start)
     if start is None:
-        _replace(start_file, lambda path: torch.save(run.start, path))
-    result = {"job": dataclasses.asdict(job)} | run.run()
-    _replace(out / "results" / f"{job.key}.json", lambda path: path.write_text(json.dumps(result)))
-    return result
-
-
-def _replace(path: Path, write) -> None:
-    """Make `path` whole or not at all."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
-    write(partial)
-    partial.rename(path)
+        partial = start_file.with_suffix(f".{os.getpid()}")
+        torch.save(run.start, partial)
+        partial.rename(start_file)  # whole, or not there
+    return {"job": dataclasses.asdict(job)} | run.run()
 
 
 def run_all(jobs: list[Job], out: Path, workers: int) -> None:
     """Run what has no result yet, with a line for each run that ends."""
-    missing = [job for job in dict.fromkeys(jobs) if not (out / "results" / f"{job.key}.json").is_file()]
+    done = read_results(out)
+    missing = [job for job in dict.fromkeys(jobs) if job not in done]
     print(f"{len(jobs) - len(missing)} of {len(jobs)} runs have results; {len(missing)} to go on {workers} workers",
           flush=True)
     context = multiprocessing.get_context("spawn")
@@ -129,11 +126,26 @@ def run_all(jobs: list[Job], out: Path, workers: int) -> None:
     begin = time.monotonic()
     for done in range(1, len(missing) + 1):
         job, result = _next(finished, processes)
+        with (out / RESULTS).open("a") as file:
+            file.write("\n" + json.dumps(compact(result)))  # first a line break: a kill may have cut the last one short
         left = (time.monotonic() - begin) / done * (len(missing) - done) / 60
         rates = [rate for _, rate, _ in result["evaluations"]]
         print(f"[{done}/{len(missing)}] {job.key}: solves {rates[0]:.2f} -> {rates[-1]:.2f}"
               f"{' (' + result['failed'] + ')' if result['failed'] else ''}; {result['cpu_seconds']:.0f} CPU s; "
               f"about {left:.0f} min left", flush=True)
+
+
+def read_results(out: Path) -> dict[Job, dict]:
+    """What has been run; a line that a kill cut short counts as not there."""
+    path = out / RESULTS
+    results = {}
+    for line in path.read_text().splitlines() if path.is_file() else ():
+        try:
+            result = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        results[Job(**result["job"])] = result
+    return results
 
 
 def _next(finished: multiprocessing.Queue, processes: list) -> tuple[Job, dict]:
@@ -148,7 +160,7 @@ def _next(finished: multiprocessing.Queue, processes: list) -> tuple[Job, dict]:
 
 def _prepare(out: Path) -> None:
     """Make the folders; refuse one that holds results of another recipe."""
-    for folder in ("results", "start", "tensorboard"):
+    for folder in ("start", "tensorboard"):
         (out / folder).mkdir(parents=True, exist_ok=True)
     copy = out / RECIPE.name
     if copy.exists() and copy.read_text() != RECIPE.read_text():
@@ -175,8 +187,8 @@ def main() -> None:
         except KeyboardInterrupt:
             print("stopped; what had finished is kept: start the same command again to go on", file=sys.stderr)
             raise SystemExit(130) from None
-    from sweep_report import report
-    report({name: grids()[name] for name in chosen}, options.out)
+    done = read_results(options.out)
+    report({name: [done.get(job) for job in grids()[name]] for name in chosen}, options.out)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,12 @@ preset's own gate) are means over the versions from `lag` on, when the samples r
 """
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from pathlib import Path
 from statistics import mean, stdev
 
+AVERAGED = ("dropped", "dropped_low", "dropped_high", "recovered", "ess", "m", "entropy", "log_ratio_abs", "grad_norm",
+            "explained_variance")
 SHOWN = ("solved", "reward", "dropped", "dropped_low", "dropped_high", "ess", "m", "entropy", "malformed")
 
 
@@ -38,26 +39,28 @@ def collapse_step(result: dict) -> int | None:
     for version, rate in rates:
         if rate < rates[0][1] / 2:
             return version
-    return len(result["solved"]) if result["failed"] else None
+    return result["updates"] if result["failed"] else None
 
 
-def settled(result: dict, name: str) -> float | None:
-    """Mean of a metric over the versions at which the lag is in force."""
-    values = [value for value in result[name][result["job"]["lag"]:] if value is not None]
-    return mean(values) if values else None
+def compact(result: dict) -> dict:
+    """A run's line in results.jsonl: every step's metrics become their means from version `lag` on."""
+    lag = result["job"]["lag"]
+    known = {name: [v for v in result[name][lag:] if v is not None] for name in AVERAGED}
+    kept = {name: result[name] for name in ("job", "evaluations", "failed", "cpu_seconds")}
+    return kept | {"updates": len(result["solved"]),
+                   "means": {name: round(mean(values), 5) for name, values in known.items() if values}}
 
 
 def arm(job: dict) -> str:
     return job["preset"] + (f" + anchor {job['anchor']:g}" if job["anchor"] else "")
 
 
-def report(grids: dict, out: Path) -> None:
-    """Print and write everything that the results of these grids give."""
+def report(grids: dict[str, list[dict | None]], out: Path) -> None:
+    """Print and write everything that these grids' results give (None: not run yet)."""
     lines = []
-    for name, jobs in grids.items():
-        files = [path for job in jobs if (path := out / "results" / f"{job.key}.json").is_file()]
-        results = [json.loads(path.read_text()) for path in files]
-        lines += [f"## {name}: {len(results)} of {len(jobs)} runs", ""]
+    for name, runs in grids.items():
+        results = [run for run in runs if run]
+        lines += [f"## {name}: {len(results)} of {len(runs)} runs", ""]
         if not results:
             continue
         for setting, group in _split(results, lambda job: (job["task"], job["lr"])).items():
@@ -106,7 +109,7 @@ def _outcome(results: list[dict]) -> str:
 
 def _masking(results: list[dict]) -> str:
     def average(name):
-        values = [value for result in results if (value := settled(result, name)) is not None]
+        values = [result["means"][name] for result in results if name in result["means"]]
         return mean(values) if values else float("nan")
     return f"{average('dropped'):.2%} / {average('ess'):.2f} / {average('m'):.3f}"
 
@@ -171,8 +174,8 @@ def _curves(results: list[dict], path: Path) -> None:
 
 def _lag_picture(results: list[dict], path: Path) -> None:
     """Outcome, mask share, effective sample size and discarded mass against lag."""
-    panels = {"solve rate at the end": end, "dropped share": lambda r: settled(r, "dropped"),
-              "effective sample size": lambda r: settled(r, "ess"), "discarded mass m": lambda r: settled(r, "m")}
+    panels = {"solve rate at the end": end, "dropped share": _mean_of("dropped"),
+              "effective sample size": _mean_of("ess"), "discarded mass m": _mean_of("m")}
     figure, axes = _figure(1, len(panels))
     for axis, (title, value) in zip(axes[0], panels.items(), strict=True):
         for name, runs in _split(results, arm).items():
@@ -183,6 +186,10 @@ def _lag_picture(results: list[dict], path: Path) -> None:
         axis.set(title=title, xlabel="lag (versions)")
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
     _save(figure, path)
+
+
+def _mean_of(name: str):
+    return lambda result: result["means"].get(name)
 
 
 def _recovery_picture(results: list[dict], path: Path) -> None:

@@ -30,8 +30,8 @@ def sweep(out: Path) -> str:
     return done.stdout
 
 
-def numbers(path: Path) -> dict:
-    return {key: value for key, value in json.loads(path.read_text()).items() if key != "cpu_seconds"}
+def numbers(line: str) -> dict:
+    return {key: value for key, value in json.loads(line).items() if key != "cpu_seconds"}
 
 
 def test_a_stopped_sweep_goes_on_with_the_same_numbers(tmp_path):
@@ -39,11 +39,12 @@ def test_a_stopped_sweep_goes_on_with_the_same_numbers(tmp_path):
     assert "0 of 2 runs have results; 2 to go on 1 workers" in (first := sweep(tmp_path))
     assert "| `sao` |" in first and (tmp_path / "quick-lag.png").stat().st_size > 10_000
     assert list((tmp_path / "tensorboard").glob("*sao*/events*"))
-    one = next((tmp_path / "results").glob("*-grpo-*.json"))
-    before = numbers(one)  # of the second run in its process; now it will be the first
-    one.unlink()
+    results = tmp_path / "results.jsonl"
+    one, other = results.read_text().strip().splitlines()
+    results.write_text("\n" + one + "\n" + other[:100])  # as a kill may leave it
     assert "1 of 2 runs have results; 1 to go" in sweep(tmp_path)
-    assert numbers(one) == before
+    again = results.read_text().splitlines()[-1]
+    assert numbers(again) == numbers(other), "the second run of a process, and the first of another"
     (tmp_path / "fixed-lag-cpu.yaml").write_text("name: other")
     with pytest.raises(AssertionError, match="another fixed-lag-cpu.yaml"):
         sweep(tmp_path)
@@ -51,7 +52,7 @@ def test_a_stopped_sweep_goes_on_with_the_same_numbers(tmp_path):
 
 def result(rates: list[float], lag: int = 0, failed: str | None = None, **metrics) -> dict:
     return {"job": {"lag": lag}, "evaluations": [[25 * i, rate, 0.0] for i, rate in enumerate(rates)],
-            "failed": failed, "solved": [0.0] * 25 * (len(rates) - 1)} | metrics
+            "failed": failed, "updates": 25 * (len(rates) - 1)} | metrics
 
 
 def test_collapse_is_the_first_evaluation_below_half_the_start():
@@ -60,4 +61,6 @@ def test_collapse_is_the_first_evaluation_below_half_the_start():
     assert sweep_report.collapse_step(result([0.24, 0.30, 0.11, 0.40])) == 50
     assert sweep_report.collapse_step(result([0.24, 0.30], failed="norm is nan")) == 25
     assert sweep_report.end(result([0.2, 0.3, 0.5])) == 0.4 and sweep_report.end(result([0.2, 0.3], failed="nan")) == 0
-    assert sweep_report.settled(result([0.2], lag=2, ess=[9.0, 9.0, 1.0, None, 0.5]), "ess") == 0.75
+    every_step = {name: [] for name in sweep_report.AVERAGED} | dict(ess=[9.0, 9.0, 1.0, None, 0.5])
+    line = sweep_report.compact(result([0.2], lag=2) | every_step | dict(solved=[0.0] * 5, cpu_seconds=1))
+    assert (line["means"], line["updates"]) == ({"ess": 0.75}, 5), "from the version on at which the lag is in force"
