@@ -196,7 +196,8 @@ def _counted(batch: DeviceBatch, version: int, tasks: tuple[str, ...]) -> Tokens
     def per_token(values) -> np.ndarray:
         return np.repeat(np.array(values, np.int64), lengths)[held]
     return Tokens(
-        log_ratio=to_numpy(seen.log_ratio), weight=to_numpy(seen.weight), fate=to_numpy(seen.fate),
+        log_ratio=to_numpy(seen.log_ratio), rollout_logprob=to_numpy(batch.rollout_logprobs),
+        weight=to_numpy(seen.weight), fate=to_numpy(seen.fate),
         entropy=to_numpy(batch.results["entropy"]), advantage=to_numpy(batch.results["advantages"]),
         lag=version - batch.held_versions, length=per_token(lengths),
         turn=np.concatenate([np.zeros(0, np.int64), *(t.turns[t.action_mask] for t in trajectories)])[held],

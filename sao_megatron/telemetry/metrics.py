@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from sao_megatron.config import AlarmSection
+from sao_megatron.telemetry.alarms import Rule, rules
 from sao_megatron.telemetry.buckets import BREAKDOWNS
 
 
@@ -36,6 +38,10 @@ METRICS = (
            "the numerical difference of engine and learner"),
     Metric("mismatch/p99", "nats", "99th percentile of it (upper edge of a bin; 20 bins a factor of 10)"),
     Metric("mismatch/max", "nats", "largest of it (upper edge of its bin)"),
+    Metric("mismatch/slope", "", "least-squares slope of log r on log π_rollout at lag 0: T − 1 where the engine "
+           "samples at temperature T times the learner's"),
+    Metric("mismatch/correlation", "", "of log π_θ and log π_rollout at lag 0; 1 where they belong to the same tokens"),
+    Metric("mismatch/tokens", "tokens", "action tokens of lag 0 in the batch"),
     Metric("lag/mean", "versions", "learner version − version at sampling"),
     Metric("lag/max", "versions", "the same, largest in the batch"),
     Metric("policy/entropy", "nats", "mean entropy of the policy where it chose the action tokens"),
@@ -92,7 +98,14 @@ def markdown() -> str:
     buckets = {name: ", ".join(b.names) for name, b in BREAKDOWNS.items()} | {"task": "the tasks' names"}
     broken = ["| breakdown | a token's bucket | buckets |", "|---|---|---|",
               *(f"| `by_{name}/…` | {meaning} | {buckets[name]} |" for name, meaning in meanings.items())]
-    return "\n".join((_INTRODUCTION, *rows, "", _BREAKDOWNS, *broken, "", _CLOSING))
+    alarms = ["| alarm | rings | cause, and what to try |", "|---|---|---|", *map(_alarm, rules(AlarmSection()))]
+    return "\n".join((_INTRODUCTION, *rows, "", _BREAKDOWNS, *broken, "", _CLOSING, "", _ALARMS, *alarms))
+
+
+def _alarm(rule: Rule) -> str:
+    side = "above" if rule.clear <= rule.limit else "below"
+    return (f"| `{rule.name}` | {side} {rule.limit:g} for {rule.patience} step{'s' * (rule.patience > 1)}; over "
+            f"{'below' if side == 'above' else 'above'} {rule.clear:g} | {rule.cause} |")
 
 
 _INTRODUCTION = """# Metrics
@@ -107,6 +120,14 @@ _BREAKDOWNS = """## Broken down
 `mask/…` but for `dropped_by_trajectory`, and the share of the step's action tokens (`tokens`), for the tokens of one
 bucket: `by_lag/dropped_low 3-4` is the share of the tokens of lag 3 and 4 that were dropped because their ratio is too
 low. A bucket without tokens has no value in that step.
+"""
+_ALARMS = """## Alarms
+
+Rules over these metrics (`telemetry/alarms.py`) with the limits of the config section `alarms`. One that rings is a
+line in the learner's log and a text in TensorBoard; `alarms.on_alarm` says whether the run goes on (`warn`), waits
+until the file `PAUSED` in its folder is deleted (`pause`) or ends (`stop`). Rules about the engine need 30 tokens of
+lag 0 in a step. `gradient_norm` is in units of its median of the last 50 steps, `entropy_…` of its mean in the first
+ten updates, `reward_drop` of the best mean of twenty steps (at least 0.1).
 """
 _CLOSING = """Histograms: `lag/tokens` and `ratio/log` (log r, 120 fixed bins from −3 to 3 and two open ones), the same
 bins in every step and run. Images, redrawn every 50 steps: `heat/…`, the dropped share by bucket and step, and

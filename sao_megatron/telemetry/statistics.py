@@ -22,6 +22,7 @@ MISMATCH_EDGES = np.concatenate([[0.0], np.logspace(-8, 2, 201), [np.inf]])
 FIELDS = ("tokens", "dropped_low", "dropped_high", "recovered", "weight", "weight_squared", "kept_ratio")
 """What is summed in every bucket."""
 SUMS = ("trajectories", "dropped_by_trajectory", "lag", "entropy", "log_ratio", "log_ratio_abs", "mismatch",
+        "fresh_logprob", "fresh_logprob_squared", "fresh_ratio", "fresh_ratio_squared", "fresh_product",
         "value_tokens", "value", "return", "return_squared", "error", "error_squared", "advantage", "advantage_squared",
         "policy_loss")
 
@@ -32,6 +33,7 @@ class Tokens:
 
     log_ratio: np.ndarray
     """log π_θ − log π_rollout."""
+    rollout_logprob: np.ndarray
     weight: np.ndarray
     """The gate's."""
     fate: np.ndarray
@@ -105,11 +107,15 @@ class Statistics:
                 table[:, column] += np.bincount(index, field, minlength=len(table))
         self.log_ratio += np.histogram(tokens.log_ratio, LOG_RATIO_EDGES)[0]
         self.joint += np.histogram2d(tokens.advantage, tokens.log_ratio, (ADVANTAGE_EDGES, COARSE_LOG_RATIO_EDGES))[0]
-        fresh = np.abs(tokens.log_ratio[tokens.lag == 0])
-        self.mismatch += np.histogram(fresh, MISMATCH_EDGES)[0]
+        self._add_fresh(*(x[tokens.lag == 0].astype(np.float64) for x in (tokens.log_ratio, tokens.rollout_logprob)))
         self.add(trajectories=1 / tokens.length, dropped_by_trajectory=(low | high) / tokens.length, lag=tokens.lag,
-                 entropy=tokens.entropy, log_ratio=tokens.log_ratio, log_ratio_abs=np.abs(tokens.log_ratio),
-                 mismatch=fresh)
+                 entropy=tokens.entropy, log_ratio=tokens.log_ratio, log_ratio_abs=np.abs(tokens.log_ratio))
+
+    def _add_fresh(self, log_ratio: np.ndarray, rollout_logprob: np.ndarray) -> None:
+        """Count the tokens of lag 0; float64, since the fit subtracts sums that are nearly alike."""
+        self.mismatch += np.histogram(np.abs(log_ratio), MISMATCH_EDGES)[0]
+        self.add(mismatch=np.abs(log_ratio), fresh_logprob=rollout_logprob, fresh_logprob_squared=rollout_logprob**2,
+                 fresh_ratio=log_ratio, fresh_ratio_squared=log_ratio**2, fresh_product=log_ratio * rollout_logprob)
 
     @property
     def fates(self) -> np.ndarray:
@@ -136,9 +142,21 @@ class Statistics:
         if not (fresh := self.mismatch.sum()):
             return {}
         upper = MISMATCH_EDGES[1:]
-        return {"mismatch/mean": self["mismatch"] / fresh,
+        return self._fit(fresh) | {"mismatch/tokens": fresh, "mismatch/mean": self["mismatch"] / fresh,
                 "mismatch/p99": upper[np.searchsorted(np.cumsum(self.mismatch), 0.99 * fresh)],
                 "mismatch/max": upper[np.flatnonzero(self.mismatch)[-1]]}
+
+    def _fit(self, n: float) -> dict[str, float]:
+        """Of the tokens of lag 0: how log r goes with log π_rollout, and log π_θ with log π_rollout."""
+        x, d = self["fresh_logprob"] / n, self["fresh_ratio"] / n
+        variance = self["fresh_logprob_squared"] / n - x**2
+        covariance = self["fresh_product"] / n - x * d
+        variance_ratio = self["fresh_ratio_squared"] / n - d**2
+        learner = variance + 2 * covariance + variance_ratio  # of log π_θ = log π_rollout + log r
+        if min(variance, learner) < 1e-9:  # all tokens alike
+            return {}
+        return {"mismatch/slope": covariance / variance,
+                "mismatch/correlation": (variance + covariance) / (variance * learner) ** 0.5}
 
     def _breakdown_metrics(self, tokens: float) -> dict[str, float]:
         result = {}

@@ -23,7 +23,8 @@ def tokens(seed: int, n: int, recover: bool) -> Tokens:
     weight, fate = oracles.gate(log_ratio, advantage, 0.3, 5.0, recover)
     length = rng.choice([1, 5, 7, 10, 40, 5000], n)
     return Tokens(
-        log_ratio=log_ratio, weight=weight.astype(np.float32), fate=fate, advantage=advantage,
+        log_ratio=log_ratio, rollout_logprob=-rng.exponential(1.0, n).astype(np.float32),
+        weight=weight.astype(np.float32), fate=fate, advantage=advantage,
         entropy=(rng.random(n) * rng.integers(0, 2, n)).astype(np.float32), lag=rng.integers(0, 30, n),
         turn=rng.integers(0, 90, n), position=rng.integers(0, length), length=length, task=rng.integers(0, 2, n))
 
@@ -55,6 +56,11 @@ def test_property_statistics_equal_brute_force(seed, n, cuts, recover):
     fresh = np.abs(log_ratio[lag == 0], dtype=float)
     if len(fresh):
         np.testing.assert_allclose(got["mismatch/mean"], fresh.mean(), rtol=1e-6)
+        assert got["mismatch/tokens"] == len(fresh)
+        x, d = (column[lag == 0].astype(float) for column in (all_tokens.rollout_logprob, log_ratio))
+        if len(fresh) > 2:
+            np.testing.assert_allclose(got["mismatch/slope"], np.polyfit(x, d, 1)[0], rtol=1e-4, atol=1e-6)
+            np.testing.assert_allclose(got["mismatch/correlation"], np.corrcoef(x, x + d)[0, 1], rtol=1e-4, atol=1e-6)
         for name, exact in ("mismatch/p99", np.sort(fresh)[int(np.ceil(0.99 * len(fresh))) - 1]), ("mismatch/max",
                                                                                                   fresh.max()):
             assert exact <= got[name] <= exact * 10 ** (1 / 20) * 1.001, "the upper edge of its bin"
@@ -179,8 +185,8 @@ def test_oracle_statistics_without_tokens_or_variance():
     log_ratio = np.full(5, -9.0, np.float32)
     weight, fate = oracles.gate(log_ratio, np.ones(5), 0.3, 5.0)
     zero = np.zeros(5, int)
-    got = reduced(Tokens(log_ratio, weight, fate, np.zeros(5), np.ones(5), zero, zero, zero, zero + 1, zero),
-                  []).metrics()
+    all_tokens = Tokens(log_ratio, np.zeros(5), weight, fate, np.zeros(5), np.ones(5), zero, zero, zero, zero + 1, zero)
+    got = reduced(all_tokens, []).metrics()
     assert (got["mask/dropped"], got["mask/discarded_mass"], got["mask/effective_sample_size"]) == (1, 1, 0)
     equal = Statistics()
     equal.add(value_tokens=4, value=0.0, error=4.0, error_squared=4.0, advantage=0.0, advantage_squared=0.0,
