@@ -21,7 +21,7 @@ def rung(steps: list[dict]) -> list[str]:
     ("mask_share", {"mask/dropped": 0.4}, 5), ("effective_sample_size", {"mask/effective_sample_size": 0.4}, 5),
     ("discarded_mass", {"mask/discarded_mass": 0.5}, 5), ("gradient_norm", {"policy/grad_norm": 25.0}, 1),
     ("entropy_growth", {"policy/entropy": 3.5}, 5),
-    ("entropy_collapse", {"policy/entropy": 0.01, "reward/mean": 0.3}, 11),  # 6 until the reward has left its best
+    ("entropy_collapse", {"policy/entropy": 0.01, "reward/mean": 0.3}, 10),  # 5 until the reward has left its best
     ("reward_drop", {"reward/mean": 0.0}, 12), ("explained_variance", {"critic/explained_variance": -2.0}, 20),
     ("engine_mismatch", {"mismatch/mean": 0.1}, 2), ("temperature_differs", {"mismatch/slope": -0.2}, 2),
     ("logprobs_misplaced", {"mismatch/correlation": 0.1}, 1)])
