@@ -1,0 +1,56 @@
+"""Every model family: HF folder -> Megatron under several layouts -> HF's log-probs and gradients, and HF again."""
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from family_models import MODELS, WITH_EXPERTS
+
+ALL = list(MODELS)
+JOBS = {1: [("tp1", {}, ALL)],
+        2: [("tp2", dict(tp=2), ALL), ("pp2", dict(pp=2), ALL), ("ep2", dict(ep=2), WITH_EXPERTS),
+            ("tp2·ep2", dict(tp=2, ep=2), WITH_EXPERTS)]}
+CASES = [f"{layout} {name}" for jobs in JOBS.values() for layout, _, names in jobs for name in names]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory, run_ranks):
+    folder = tmp_path_factory.mktemp("families")
+    here = Path(__file__).parent
+    done = subprocess.run([sys.executable, str(here / "family_models.py"), str(folder)], text=True, timeout=420,
+                          env={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(here.parents[1])}, capture_output=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = {}
+    for ranks, jobs in JOBS.items():
+        run_ranks("family_worker.py", ranks, str(folder), json.dumps(jobs))
+        found |= json.loads((folder / f"results-{ranks}.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logprobs_equal_hf(results, case):
+    """If this fails, a family computes another function than its checkpoint was trained for."""
+    assert results[case]["trajectories"] == 6
+    assert results[case]["logprob"] < 1e-5
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_equal_hf(results, case):
+    """If this fails, a family is served rightly and trained wrongly."""
+    assert results[case]["gradient"] < 2e-5, results[case]["worst"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_export_is_the_checkpoint(results, case):
+    """If this fails, a weight was lost, renamed or changed on its way through Megatron."""
+    assert results[case]["same_names"]
+    assert results[case]["same_bits"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_critic_freezes_its_attention_only(results, case):
+    """If this fails, a family has no critic, or one that trains other parts than the paper's."""
+    assert results[case]["critic"] == dict(attention_trains=False, the_rest_trains=True)
