@@ -54,6 +54,9 @@ def build(hf: dict, parallel: ParallelSection, dtype: torch.dtype, value_outputs
     if value_outputs and model.post_process:
         model.output_layer = ValueHead(config, value_outputs)
     model.to(device=runtime.device(), dtype=dtype)
+    for name, parameter in model.named_parameters():
+        if ".core_attention.indexer." in name:  # which keys it picks has no gradient
+            parameter.requires_grad_(False)
     for buffer in model.buffers():  # the router's correction bias stays float32, as in the checkpoint
         if buffer.is_floating_point():
             buffer.data = buffer.data.float()

@@ -5,17 +5,15 @@ these two modules supply them. Everything else (linear layers, router, dispatche
 """
 from __future__ import annotations
 
+from copy import copy
+
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.tensor_parallel import (
-    gather_from_sequence_parallel_region,
-    gather_from_tensor_model_parallel_region,
-    scatter_to_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
+from sao_megatron.learner import torch_mla
 from sao_megatron.trajectory.packing import zigzag_rows
 
 
@@ -87,34 +85,20 @@ class _Grid:
         self.mask = torch.arange(self.keys.shape[1]) <= self.queries.spread(positions[:, None, None])
 
 
-class LatentAttention(MLASelfAttention):
-    """Multi-latent attention whose key's rotary part gets its gradient from the heads of every tensor parallel rank.
-
-    With column-parallel down projections Megatron-Core 0.19.2 gathers that part by columns, and the backward of that
-    gather keeps only what a rank's own heads contribute. TransformerEngine's projections, whole on every rank, do not
-    take that path. Here the columns are gathered and the sequence scattered, as the latter would have it; Megatron
-    then gathers the sequence, whose backward sums.
-    """
-
-    def _qkv_down_projection(self, hidden_states):
-        q_compressed, kv_combined = super()._qkv_down_projection(hidden_states)
-        if self.config.sequence_parallel:
-            kv_combined = scatter_to_sequence_parallel_region(gather_from_tensor_model_parallel_region(kv_combined))
-        return q_compressed, kv_combined
-
-
 def block_spec(config):
     """Layers of this pipeline stage and the final norm."""
-    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
+    plain = copy(config)
+    plain.experimental_attention_variant = None  # Megatron makes the sparse kind of TransformerEngine's layers only
+    block = get_gpt_decoder_block_spec(plain, use_transformer_engine=False, normalization=config.normalization)
     for spec in block.layer_specs:
         layer = spec.submodules
         layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
         attention = layer.self_attention.submodules
         attention.core_attention = PackedAttention
-        if config.multi_latent_attention:
-            layer.self_attention.module = LatentAttention
         for norm in ("q_layernorm", "k_layernorm", "kv_layernorm"):
             if config.qk_layernorm and hasattr(attention, norm):
                 setattr(attention, norm, RMSNorm)
+        if config.multi_latent_attention:
+            torch_mla.adapt(layer, config)
     block.layer_norm = RMSNorm
     return block

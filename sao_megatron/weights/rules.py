@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -29,15 +29,6 @@ class Rule:
     """Dimension that tensor parallel ranks divide; None = every rank holds it whole."""
     expert: bool = False
     """Belongs to one expert: split over expert tensor parallel ranks, owned by one expert parallel rank."""
-    whole_rows: tuple[str, ...] = ()
-    """config.json fields that add up to all rows of a parameter that the plain layers split and TransformerEngine's
-    keep whole on every rank, under one name."""
-
-    def placed(self, rows: int, hf_config: dict) -> Rule:
-        """The rule of a local parameter with `rows` rows: one that has them all is not split."""
-        if self.whole_rows and rows == sum(hf_config[name] for name in self.whole_rows):
-            return replace(self, split_dim=None)
-        return self
 
 
 @dataclass(frozen=True)

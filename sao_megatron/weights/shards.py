@@ -55,7 +55,7 @@ class ShardMap:
             rule, names = family.find(_global_name(model, local_name))
             if self.tied and names == ("lm_head.weight",):
                 names = ("model.embed_tokens.weight",)
-            self.parameters.append(Parameter(tensor, rule.placed(tensor.size(0), hf_config), names))
+            self.parameters.append(Parameter(tensor, rule, names))
 
     def load(self, source: hf.TensorSource) -> None:
         """Fill every parameter from full HF tensors."""

@@ -48,7 +48,7 @@ def train_pass(module, parallel) -> dict[str, np.ndarray]:
     outputs = policy_pass(ddp, batches, [NegativeLogLikelihood()] * len(batches), 1.0)
     found = {}
     for batch, output in zip(batches, outputs, strict=False):
-        parts = output.logprobs.split(batch.lengths.tolist())
+        parts = batch.whole(output.logprobs).split(batch.lengths.tolist())
         found |= {index[t.tokens.tobytes()]: p.numpy() for t, p in zip(batch.source.trajectories, parts, strict=True)}
     return on_rank_zero(found)
 

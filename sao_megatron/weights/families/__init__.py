@@ -4,7 +4,8 @@ from sao_megatron.weights.families import deepseek, glm, llama, qwen
 from sao_megatron.weights.rules import Family
 
 FAMILIES: dict[str, Family] = {family.architecture: family for family in (
-    qwen.QWEN2, qwen.QWEN3, qwen.QWEN3_MOE, llama.LLAMA, llama.MIXTRAL, glm.GLM4_MOE, deepseek.DEEPSEEK_V3)}
+    qwen.QWEN2, qwen.QWEN3, qwen.QWEN3_MOE, llama.LLAMA, llama.MIXTRAL, glm.GLM4_MOE, glm.GLM5,
+    deepseek.DEEPSEEK_V3)}
 
 REFUSED = {
     "Qwen3NextForCausalLM": "its gated delta-net layers need Megatron-Core's GatedDeltaNet, which runs only with "

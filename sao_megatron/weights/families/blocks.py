@@ -30,11 +30,10 @@ QK_NORM = (
     Rule((_A + "k_layernorm.weight",), (_S + "k_norm.weight",)),
 )
 MLA = (
-    Rule((_A + "linear_q_down_proj.weight",), (_S + "q_a_proj.weight",), split_dim=0, whole_rows=("q_lora_rank",)),
+    Rule((_A + "linear_q_down_proj.weight",), (_S + "q_a_proj.weight",)),
     Rule((_A + "q_layernorm.weight", _A + "linear_q_up_proj.layer_norm_weight"), (_S + "q_a_layernorm.weight",)),
     Rule((_A + "linear_q_up_proj.weight",), (_S + "q_b_proj.weight",), split_dim=0),
-    Rule((_A + "linear_kv_down_proj.weight",), (_S + "kv_a_proj_with_mqa.weight",), split_dim=0,
-         whole_rows=("kv_lora_rank", "qk_rope_head_dim")),
+    Rule((_A + "linear_kv_down_proj.weight",), (_S + "kv_a_proj_with_mqa.weight",)),
     Rule((_A + "kv_layernorm.weight", _A + "linear_kv_up_proj.layer_norm_weight"), (_S + "kv_a_layernorm.weight",)),
     Rule((_A + "linear_kv_up_proj.weight",), (_S + "kv_b_proj.weight",), split_dim=0),
     OUTPUT,
