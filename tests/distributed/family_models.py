@@ -39,6 +39,9 @@ MODELS = {
     "kimi_k2": ("DeepseekV3", MLA | dict(rope_parameters=YARN | dict(beta_fast=1.0, mscale_all_dim=1.0))),
     # few indexer heads would all be cut to 0 by their ReLU here and there, and two such keys tie
     "glm5": ("GlmMoeDsa", MLA | dict(index_topk=6, index_n_heads=32, index_head_dim=16, rms_norm_eps=1e-6)),
+    "glm5_2": ("GlmMoeDsa", MLA | dict(
+        num_hidden_layers=4, index_topk_freq=2, index_skip_topk_offset=1,
+        index_topk=6, index_n_heads=32, index_head_dim=16, rms_norm_eps=1e-6)),
 }
 WITH_EXPERTS = [name for name, (_, fields) in MODELS.items() if "num_experts_per_tok" in fields]
 

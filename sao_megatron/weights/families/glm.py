@@ -27,7 +27,18 @@ def _sparse_attention(hf: dict) -> dict:
     return dict(
         experimental_attention_variant="dsa", dsa_indexer_n_heads=hf["index_n_heads"],
         dsa_indexer_head_dim=hf["index_head_dim"], dsa_indexer_topk=hf["index_topk"], dsa_indexer_loss_coeff=0.0,
+        dsa_indexer_topk_freq=hf.get("index_topk_freq", 1), dsa_indexer_skip_topk_offset=_offset(hf),
         dsa_indexer_rope_interleaved=True, dsa_indexer_rotate_activation=False, dsa_indexer_k_norm_epsilon=1e-6)
+
+
+def _offset(hf: dict) -> int:
+    return hf.get("index_skip_topk_offset", 2)
+
+
+def indexer_types(hf: dict) -> list[str]:
+    """'full' for each layer with an indexer of its own, 'shared' for those that use the last one's choice (GLM-5.2)."""
+    every, offset = hf.get("index_topk_freq", 1), _offset(hf)
+    return ["shared" if max(layer - offset + 1, 0) % every else "full" for layer in range(hf["num_hidden_layers"])]
 
 
 def _check_layers(hf: dict) -> None:
@@ -38,9 +49,10 @@ def _check_layers(hf: dict) -> None:
                         "layers are dense and all others sparse")
     if set(hf.get("layer_types") or ()) - {"indexed_attention"}:
         raise UserError("config.json: layer_types is not supported unless every layer is 'indexed_attention'")
-    if set(hf.get("indexer_types") or ()) - {"full"}:
-        raise UserError("config.json: indexer_types with 'shared' is not supported: Megatron-Core has no sharing of an "
-                        "indexer's choice between pipeline stages or in any pattern")
+    if hf.get("indexer_types", indexer_types(hf)) != indexer_types(hf):
+        raise UserError("config.json: indexer_types is not supported unless it is the pattern that index_topk_freq="
+                        f"{hf.get('index_topk_freq', 1)} and index_skip_topk_offset={_offset(hf)} give: Megatron-Core "
+                        "has no other")
 
 
 GLM5 = Family(
@@ -52,7 +64,8 @@ GLM5 = Family(
     used_fields=blocks.USED | blocks.USED_BY_SIGMOID_ROUTER | blocks.USED_BY_MLA | {
         "index_topk", "index_n_heads", "index_head_dim"},
     harmless_fields=blocks.HARMLESS_WITH_SIGMOID_ROUTER | {
-        "qk_head_dim", "mlp_layer_types", "layer_types", "indexer_types"},  # the last three are checked
+        "qk_head_dim", "index_share_for_mtp_iteration", "index_topk_freq", "index_skip_topk_offset",
+        "mlp_layer_types", "layer_types", "indexer_types"},  # the last three are checked
     only=blocks.ONLY_WITH_SIGMOID_ROUTER | {
-        "rope_interleave": True, "indexer_rope_interleave": True, "mlp_bias": False, "index_topk_freq": 1},
+        "rope_interleave": True, "indexer_rope_interleave": True, "mlp_bias": False},
     checks=(blocks.check_mla, blocks.check_sigmoid_router, _check_layers))
