@@ -102,14 +102,13 @@ def start_from_policy(critic: GPTModel, policy: GPTModel) -> None:
 def freeze_attention(critic: GPTModel) -> int:
     """Freeze each layer's attention module, whatever is in it: GQA or MLA, inner norms too. Returns frozen tensors.
 
-    TransformerEngine fuses the *layer's* input norm into the attention's first projection; that norm keeps training.
+    TransformerEngine fuses the *layer's* input norm into GQA's first projection; that norm keeps training.
     Raises ValueError if nothing matched: a critic that silently trains everything is another algorithm.
     """
-    input_norms = ("linear_qkv.layer_norm_weight", "down_proj.layer_norm_weight")
     frozen = 0
     for layer in critic.decoder.layers:
         for name, parameter in layer.self_attention.named_parameters():
-            if not name.endswith(input_norms):
+            if name != "linear_qkv.layer_norm_weight":
                 parameter.requires_grad_(False)
                 frozen += 1
     if not frozen:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -53,15 +54,71 @@ def train_pass(module, parallel) -> dict[str, np.ndarray]:
     return on_rank_zero(found)
 
 
-def critic_of(hf_config: dict, parallel, policy) -> dict:
+def critic_of(hf_config: dict, parallel, policy):
     """A critic from the policy's weights, with its attention frozen."""
     critic = models.build(hf_config, parallel, torch.float32, value_outputs=1)
     models.start_from_policy(critic, policy)
     models.freeze_attention(critic)
     ShardMap(critic, hf_config, rules=value_head.RULES)
-    trains = {name: parameter.requires_grad for name, parameter in critic.named_parameters()}
-    return dict(attention_trains=any(value for name, value in trains.items() if ".self_attention." in name),
-                the_rest_trains=all(value for name, value in trains.items() if ".self_attention." not in name))
+    return critic
+
+
+def training(model) -> dict:
+    """The parameters of attention that train, without layer numbers, and whether all others do."""
+    inside = {name.split(".self_attention.")[1] for name, p in model.named_parameters()
+              if ".self_attention." in name and p.requires_grad}
+    others = all(p.requires_grad for name, p in model.named_parameters() if ".self_attention." not in name)
+    return dict(attention=sorted(inside), others=others)
+
+
+def only_one_rank(folder: Path, hf_config: dict, module, saved: dict[str, torch.Tensor]) -> dict:
+    """What does not depend on the layout."""
+    twin = fused_twin(module, hf_config)
+    shards = ShardMap(twin, hf_config)
+    shards.load(hf.SafetensorsFolder(folder))
+    models.freeze_attention(twin)
+    half = models.build(hf_config, configs.ParallelSection(), torch.bfloat16)
+    return dict(kept_fused=same(saved, export(shards)), frozen_fused=training(twin),
+                dtypes=sorted({str(p.tensor.dtype) for p in ShardMap(half, hf_config).parameters}))
+
+
+def fused_name(name: str, hf_config: dict, dense_layers: set[str]) -> str:
+    """TransformerEngine's name of a parameter of the plain layers (names in megatron/core's TE specs, 0.19.2)."""
+    layer = ".".join(name.split(".")[:3])
+    if "kv_lora_rank" not in hf_config:
+        name = name.replace("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight")
+    elif "index_topk" not in hf_config:  # sparse attention needs the normalised latents themselves
+        name = re.sub(r"\b(q|kv)_layernorm\.weight", r"linear_\1_up_proj.layer_norm_weight", name)
+    if layer in dense_layers:
+        name = name.replace("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
+    return re.sub(r"local_experts\.(\d+)\.(linear_fc[12]\.weight)", r"\2\1", name)
+
+
+def fused_twin(module, hf_config: dict) -> torch.nn.Module:
+    """Empty parameters of TransformerEngine's names and this module's shapes: all that a ShardMap looks at."""
+    weights = dict(module.named_parameters()) | {n: b for n, b in module.named_buffers() if "expert_bias" in n}
+    dense = {".".join(name.split(".")[:3]) for name in weights if name.endswith(".mlp.linear_fc1.weight")}
+    twin = torch.nn.Module()
+    for name, tensor in weights.items():
+        *path, leaf = fused_name(name, hf_config, dense).split(".")
+        node = twin
+        for part in path:
+            if not hasattr(node, part):
+                node.add_module(part, torch.nn.Module())
+            node = getattr(node, part)
+        if "expert_bias" in leaf:
+            node.register_buffer(leaf, torch.empty_like(tensor))
+        else:
+            node.register_parameter(leaf, torch.nn.Parameter(torch.empty_like(tensor)))
+    twin.config = module.config
+    twin.decoder.layers = torch.nn.ModuleList(twin.decoder.layers.children())
+    for number, layer in enumerate(twin.decoder.layers):
+        layer.layer_number = number + 1
+    return twin
+
+
+def same(saved: dict[str, torch.Tensor], mine: dict[str, torch.Tensor]) -> bool:
+    return sorted(saved) == sorted(mine) and all(torch.equal(tensor, mine[name]) for name, tensor in saved.items())
 
 
 def measure(folder: Path, name: str, parallel) -> dict:
@@ -69,7 +126,10 @@ def measure(folder: Path, name: str, parallel) -> dict:
     module = models.build(hf_config, parallel, torch.float32)
     shards = ShardMap(module, hf_config)
     shards.load(hf.SafetensorsFolder(folder / name))
-    saved, mine = load_file(folder / name / "model.safetensors"), export(shards)
+    saved = load_file(folder / name / "model.safetensors")
+    kept = same(saved, export(shards))
+    alone = only_one_rank(folder / name, hf_config, module, saved) if dist.get_world_size() == 1 else {}
+    critic = training(critic_of(hf_config, parallel, module))
     logprobs, expected = train_pass(module, parallel), dict(np.load(folder / f"{name}.npz"))
     trained = [p for p in shards.parameters if p.tensor.requires_grad]
     shards.parameters = [Parameter(p.tensor.main_grad, p.rule, p.hf_names) for p in trained]
@@ -79,10 +139,9 @@ def measure(folder: Path, name: str, parallel) -> dict:
         errors[key] = float(np.linalg.norm(gradient.numpy() - want) / (np.linalg.norm(want) or 1.0))
     worst = max(errors, key=errors.get)
     return dict(
-        same_names=sorted(saved) == sorted(mine), same_bits=all(torch.equal(saved[k], mine[k]) for k in saved),
+        kept=kept, critic=critic, **alone,
         logprob=max(float(np.abs(logprobs[i] - expected[f"logprobs/{i}"]).max()) for i in range(len(logprobs))),
-        gradient=errors[worst], worst=worst, gradients=len(errors), trajectories=len(logprobs),
-        critic=critic_of(hf_config, parallel, module))
+        gradient=errors[worst], worst=worst, gradients=len(errors), trajectories=len(logprobs))
 
 
 def main(folder: Path, jobs: list[tuple[str, dict, list[str]]]) -> None:
