@@ -63,6 +63,9 @@ def prepare_model(config: RunConfig, run_dir: Path) -> Path:
 
     Raises UserError for a missing folder, an unknown architecture or an unsupported field, before anything is started.
     """
+    if config.model.mtp == "keep":
+        raise UserError("model.mtp=keep is not supported: Megatron-Core trains multi-token prediction on logits of the "
+                        "whole vocabulary, which this stack never makes; leave model.mtp at drop")
     if config.model.path is not None:
         if not config.model.path.is_dir():
             raise UserError(f"model.path: folder {config.model.path} does not exist")
