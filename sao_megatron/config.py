@@ -28,7 +28,7 @@ class ModelSection(Section):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Parameter and activation type of learner and engines; gradients and optimizer state are float32."""
     mtp: Literal["drop", "keep"] = "drop"
-    """Layers for multi-token prediction (DeepSeek-V3, GLM): dropped; to keep them is refused, they cannot be trained."""
+    """Multi-token prediction layers (DeepSeek-V3, GLM) are dropped; to keep them is refused: they cannot be trained."""
 
     @model_validator(mode="after")
     def _one_source(self):

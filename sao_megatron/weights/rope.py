@@ -1,5 +1,4 @@
-"""Rotary position embeddings in config.json: one spelling, and which kinds of scaling Megatron-Core computes as HF does.
-"""
+"""Rotary position embeddings in config.json: one spelling, and the scalings that Megatron-Core computes as HF does."""
 from __future__ import annotations
 
 from sao_megatron.errors import UserError

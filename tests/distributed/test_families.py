@@ -70,6 +70,6 @@ def test_a_fused_input_norm_keeps_training(results, name):
 
 @pytest.mark.parametrize("name", ALL)
 def test_correction_biases_stay_float32(results, name):
-    """If this fails, a bfloat16 run rounds the biases that choose the experts, and routes otherwise than the engines."""
+    """If this fails, a bfloat16 run rounds the biases that choose the experts, and routes unlike the engines."""
     biases = ["torch.float32"] if "first_k_dense_replace" in MODELS[name][1] else []
     assert results[f"tp1 {name}"]["dtypes"] == ["torch.bfloat16", *biases]
