@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from sao_megatron.learner import runtime
+from sao_megatron.learner import runtime, trainer
 from family_models import trajectories
 from megatron.core import parallel_state as ps
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -121,6 +121,17 @@ def same(saved: dict[str, torch.Tensor], mine: dict[str, torch.Tensor]) -> bool:
     return sorted(saved) == sorted(mine) and all(torch.equal(tensor, mine[name]) for name, tensor in saved.items())
 
 
+def two_steps(folder: Path, parallel) -> list[dict[str, float]]:
+    """Metrics of SAO's training: critic and policy, distributed optimizers, gradient clipping."""
+    config = configs.parse(dict(
+        name="t", model=dict(path=str(folder), dtype="float32"), parallel=parallel.model_dump(), task=dict(name="t"),
+        batch=dict(tokens_per_micro_batch=60), steps=2, policy_optimizer=dict(lr=1e-3),
+        critic_optimizer=dict(lr=1e-3, warmup_steps=0)))
+    learner = trainer.Trainer(config, hf.read_config(folder), hf.SafetensorsFolder(folder))
+    learner.begin_reinforcement()
+    return [learner.train_step(trajectories(), version=1).metrics for _ in range(2)]
+
+
 def measure(folder: Path, name: str, parallel) -> dict:
     hf_config = hf.read_config(folder / name)
     module = models.build(hf_config, parallel, torch.float32)
@@ -139,7 +150,7 @@ def measure(folder: Path, name: str, parallel) -> dict:
         errors[key] = float(np.linalg.norm(gradient.numpy() - want) / (np.linalg.norm(want) or 1.0))
     worst = max(errors, key=errors.get)
     return dict(
-        kept=kept, critic=critic, **alone,
+        kept=kept, critic=critic, **alone, steps=two_steps(folder / name, parallel),
         logprob=max(float(np.abs(logprobs[i] - expected[f"logprobs/{i}"]).max()) for i in range(len(logprobs))),
         gradient=errors[worst], worst=worst, gradients=len(errors), trajectories=len(logprobs))
 

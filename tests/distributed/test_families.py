@@ -43,6 +43,16 @@ def test_gradients_equal_hf(results, case):
     assert results[case]["gradient"] < 2e-5, results[case]["worst"]
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("tp1")])
+def test_training_equals_one_process(results, case):
+    """If this fails, a family's policy or critic is updated otherwise in one layout than in another."""
+    one = results[f"tp1 {case.split()[1]}"]["steps"]
+    for mine, theirs in zip(one, results[case]["steps"], strict=True):
+        assert mine.keys() == theirs.keys()
+        for key, value in mine.items():
+            assert theirs[key] == pytest.approx(value, rel=2e-3, abs=2e-5), key
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_export_is_the_checkpoint(results, case):
     """If this fails, a weight was lost, renamed or changed on its way through Megatron."""

@@ -110,6 +110,7 @@ def test_unknown_field_is_refused(model):
     ("Mixtral-8x7B", dict(sliding_window=4096), "sliding_window=4096 is not supported"),
     ("GLM-4.5-Air", dict(norm_topk_prob=False), "norm_topk_prob=False is not supported"),
     ("GLM-4.5-Air", dict(num_experts_per_tok=1), "num_experts_per_tok=1 is not supported"),
+    ("GLM-4.5-Air", dict(n_shared_experts=None), "n_shared_experts=None is not supported"),
     ("DeepSeek-V3", dict(topk_group=2), "topk_group=2 is not supported: Megatron-Core scores a group by its best 4"),
     ("DeepSeek-V3", dict(q_lora_rank=None), "q_lora_rank=None is not supported"),
     ("DeepSeek-V3", dict(rope_interleave=False), "rope_interleave=False is not supported"),

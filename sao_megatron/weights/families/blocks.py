@@ -119,7 +119,7 @@ def sigmoid_router(hf: dict) -> dict:
     dense, groups = hf["first_k_dense_replace"], hf["n_group"] > 1
     return softmax_router(hf) | dict(
         moe_layer_freq=[int(layer >= dense) for layer in range(hf["num_hidden_layers"])],
-        moe_shared_expert_intermediate_size=hf["n_shared_experts"] * hf["moe_intermediate_size"] or None,
+        moe_shared_expert_intermediate_size=hf["n_shared_experts"] * hf["moe_intermediate_size"],
         moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, moe_router_bias_update_rate=0.0,
         moe_router_topk_scaling_factor=hf["routed_scaling_factor"],
         moe_router_num_groups=hf["n_group"] if groups else None,
@@ -135,6 +135,9 @@ def check_mla(hf: dict) -> None:
 
 def check_sigmoid_router(hf: dict) -> None:
     """Raise UserError where Megatron's routing is another function than HF's."""
+    if not hf["n_shared_experts"]:
+        raise UserError(f"config.json: n_shared_experts={hf['n_shared_experts']} is not supported; HF's layers of this "
+                        "kind have at least one")
     experts, groups = hf["num_experts_per_tok"], hf["topk_group"]
     if experts < 2:
         raise UserError(f"config.json: num_experts_per_tok={experts} is not supported with sigmoid routing: "
