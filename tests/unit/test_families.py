@@ -27,6 +27,11 @@ PUBLISHED = {
         architectures=["LlamaForCausalLM"], model_type="llama", attention_bias=False, mlp_bias=False, hidden_size=4096,
         intermediate_size=14336, num_attention_heads=32, num_hidden_layers=32, num_key_value_heads=8, pretraining_tp=1,
         rms_norm_eps=1e-5, rope_scaling=LLAMA3, rope_theta=500000.0, vocab_size=128256),
+    "SmolLM2-135M": GENERAL | {"transformers.js_config": {}} | dict(
+        architectures=["LlamaForCausalLM"], model_type="llama", attention_bias=False, hidden_size=576,
+        intermediate_size=1536, is_llama_config=True, num_attention_heads=9, num_hidden_layers=30,
+        num_key_value_heads=3, pretraining_tp=1, rms_norm_eps=1e-5, rope_interleaved=False, rope_scaling=None,
+        rope_theta=100000, tie_word_embeddings=True, vocab_size=49152),
     "Qwen2.5-7B": GENERAL | dict(
         architectures=["Qwen2ForCausalLM"], model_type="qwen2", hidden_size=3584, intermediate_size=18944,
         max_window_layers=28, num_attention_heads=28, num_hidden_layers=28, num_key_value_heads=4, rms_norm_eps=1e-6,
