@@ -8,7 +8,8 @@ LLAMA = Family(
     name="Llama 3", architecture="LlamaForCausalLM", rules=blocks.ENDS + blocks.GQA + blocks.DENSE_MLP,
     transformer_config=lambda hf: blocks.dimensions(hf) | blocks.gqa(hf),
     used_fields=blocks.USED, harmless_fields=blocks.HARMLESS | {"is_llama_config", "transformers.js_config"},
-    only=blocks.ONLY | {"attention_bias": False, "mlp_bias": False, "rope_interleaved": False}, rope_types=("default", "llama3"))
+    only=blocks.ONLY | {"attention_bias": False, "mlp_bias": False, "rope_interleaved": False},
+    rope_types=("default", "llama3"))
 
 MIXTRAL = Family(
     name="Mixtral", architecture="MixtralForCausalLM",
