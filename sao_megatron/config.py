@@ -27,6 +27,8 @@ class ModelSection(Section):
     """Standard deviation of the random weights of a `fresh` model."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Parameter and activation type of learner and engines; gradients and optimizer state are float32."""
+    mtp: Literal["drop", "keep"] = "drop"
+    """Multi-token prediction layers (DeepSeek-V3, GLM) are dropped; to keep them is refused: they cannot be trained."""
 
     @model_validator(mode="after")
     def _one_source(self):

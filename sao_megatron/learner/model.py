@@ -9,7 +9,7 @@ from megatron.core import parallel_state as ps
 from megatron.core import tensor_parallel
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from sao_megatron.config import ParallelSection
 from sao_megatron.weights.families import family_of
@@ -17,8 +17,10 @@ from sao_megatron.weights.families import family_of
 
 def transformer_config(hf: dict, parallel: ParallelSection, dtype: torch.dtype) -> TransformerConfig:
     """TransformerConfig of an HF config under a layout. Dropout is 0: RL compares log-probs of two engines."""
-    return TransformerConfig(
-        **family_of(hf).transformer_config(hf), **runtime.fused_kernels(),
+    fields = runtime.fused_kernels() | family_of(hf).transformer_config(hf)
+    kind = MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig
+    return kind(
+        **fields,
         hidden_dropout=0.0, attention_dropout=0.0, add_bias_linear=False,
         gated_linear_unit=True, activation_func=torch.nn.functional.silu,
         moe_router_load_balancing_type="none", moe_aux_loss_coeff=0.0, moe_router_dtype="fp32",
@@ -47,11 +49,25 @@ def build(hf: dict, parallel: ParallelSection, dtype: torch.dtype, value_outputs
         config=config, transformer_layer_spec=runtime.block_spec(config), vocab_size=hf["vocab_size"],
         max_sequence_length=0, pre_process=ps.is_pipeline_first_stage(), post_process=ps.is_pipeline_last_stage(),
         parallel_output=True, share_embeddings_and_output_weights=hf["tie_word_embeddings"] and not value_outputs,
-        position_embedding_type="rope", rotary_base=hf["rope_theta"])
+        position_embedding_type="rope", rotary_base=hf["rope_theta"],
+        rotary_percent=hf.get("partial_rotary_factor", 1.0), **_rope_scaling(hf["rope_scaling"]))
     if value_outputs and model.post_process:
         model.output_layer = ValueHead(config, value_outputs)
     model.to(device=runtime.device(), dtype=dtype)
+    for name, parameter in model.named_parameters():
+        if ".core_attention.indexer." in name:  # which keys it picks has no gradient
+            parameter.requires_grad_(False)
+    for buffer in model.buffers():  # the router's correction bias stays float32, as in the checkpoint
+        if buffer.is_floating_point():
+            buffer.data = buffer.data.float()
     return model
+
+
+def _rope_scaling(scaling: dict | None) -> dict:
+    """GPTModel's arguments; multi-latent attention takes its scaling from the config instead."""
+    if scaling is None or scaling["rope_type"] != "llama3":
+        return {}
+    return dict(rope_scaling=True, rope_scaling_factor=scaling["factor"])
 
 
 class ValueHead(torch.nn.Linear):
@@ -86,14 +102,13 @@ def start_from_policy(critic: GPTModel, policy: GPTModel) -> None:
 def freeze_attention(critic: GPTModel) -> int:
     """Freeze each layer's attention module, whatever is in it: GQA or MLA, inner norms too. Returns frozen tensors.
 
-    TransformerEngine fuses the *layer's* input norm into the attention's first projection; that norm keeps training.
+    TransformerEngine fuses the *layer's* input norm into GQA's first projection; that norm keeps training.
     Raises ValueError if nothing matched: a critic that silently trains everything is another algorithm.
     """
-    input_norms = ("linear_qkv.layer_norm_weight", "down_proj.layer_norm_weight")
     frozen = 0
     for layer in critic.decoder.layers:
         for name, parameter in layer.self_attention.named_parameters():
-            if not name.endswith(input_norms):
+            if name != "linear_qkv.layer_norm_weight":
                 parameter.requires_grad_(False)
                 frozen += 1
     if not frozen:

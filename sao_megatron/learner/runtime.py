@@ -65,6 +65,11 @@ def initialize(parallel: ParallelSection, seed: int, timeout_seconds: float = 60
 
 def block_spec(config):
     """Transformer layer spec: TransformerEngine's on a GPU, the plain-torch one (learner/torch_spec.py) without."""
+    if has_gpu() and config.experimental_attention_variant:
+        from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+            get_transformer_block_with_experimental_attention_variant_spec,
+        )
+        return get_transformer_block_with_experimental_attention_variant_spec(config)
     if has_gpu():
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True)

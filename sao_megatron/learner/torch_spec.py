@@ -5,13 +5,15 @@ these two modules supply them. Everything else (linear layers, router, dispatche
 """
 from __future__ import annotations
 
+from copy import copy
+
 import torch
 import torch.nn.functional as F
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
+from sao_megatron.learner import torch_mla
 from sao_megatron.trajectory.packing import zigzag_rows
 
 
@@ -83,19 +85,20 @@ class _Grid:
         self.mask = torch.arange(self.keys.shape[1]) <= self.queries.spread(positions[:, None, None])
 
 
-def _layer_spec(config):
-    spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm,
-                                    normalization=config.normalization)
-    layer = spec.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
-    attention = layer.self_attention.submodules
-    attention.core_attention = PackedAttention
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return spec
-
-
 def block_spec(config):
     """Layers of this pipeline stage and the final norm."""
-    count = get_num_layers_to_build(config)
-    return TransformerBlockSubmodules(layer_specs=[_layer_spec(config)] * count, layer_norm=RMSNorm)
+    plain = copy(config)
+    plain.experimental_attention_variant = None  # Megatron makes the sparse kind of TransformerEngine's layers only
+    block = get_gpt_decoder_block_spec(plain, use_transformer_engine=False, normalization=config.normalization)
+    for spec in block.layer_specs:
+        layer = spec.submodules
+        layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+        attention = layer.self_attention.submodules
+        attention.core_attention = PackedAttention
+        for norm in ("q_layernorm", "k_layernorm", "kv_layernorm"):
+            if config.qk_layernorm and hasattr(attention, norm):
+                setattr(attention, norm, RMSNorm)
+        if config.multi_latent_attention:
+            torch_mla.adapt(layer, config)
+    block.layer_norm = RMSNorm
+    return block

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sao_megatron.config import RunConfig
 from sao_megatron.errors import UserError
+from sao_megatron.weights import rope
 from sao_megatron.weights.families import family_of
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt",
@@ -28,7 +29,8 @@ class TensorSource(Protocol):
 def read_config(folder: Path) -> dict:
     """config.json in one spelling, whichever version of transformers wrote it. Raises UserError.
 
-    `num_local_experts` becomes `num_experts`, `rope_parameters` becomes `rope_theta`, and `head_dim` is spelled out.
+    The number of experts is `num_experts`; `moe_intermediate_size`, `head_dim` and `num_key_value_heads` are spelled
+    out; `rope_theta`, `partial_rotary_factor` and `rope_scaling` (None, or a dict with `rope_type`) hold the RoPE.
     """
     path = Path(folder) / "config.json"
     if not path.is_file():
@@ -43,18 +45,17 @@ def read_config(folder: Path) -> dict:
 def canonical(hf: dict) -> dict:
     """See `read_config`."""
     hf = dict(hf)
-    if "num_local_experts" in hf:
-        hf["num_experts"] = hf.pop("num_local_experts")
-    rope = hf.pop("rope_parameters", None) or {}
-    scaling = hf.pop("rope_scaling", None) or {}
-    kind = rope.get("rope_type", scaling.get("rope_type", scaling.get("type", "default")))
-    if kind != "default":
-        raise UserError(f"config.json: RoPE scaling {kind!r} is not supported; only 'default' is")
-    hf.setdefault("rope_theta", rope.get("rope_theta", 10000.0))
+    for name in ("num_local_experts", "n_routed_experts"):
+        if name in hf:
+            hf["num_experts"] = hf.pop(name)
+    if "num_experts" in hf and "intermediate_size" in hf:
+        hf.setdefault("moe_intermediate_size", hf["intermediate_size"])
     hf.setdefault("tie_word_embeddings", False)
     if "hidden_size" in hf and "num_attention_heads" in hf:
         hf["head_dim"] = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
-    return hf
+        hf["num_key_value_heads"] = hf.get("num_key_value_heads") or hf["num_attention_heads"]
+    parameters, scaling = (hf.pop(name, None) or {} for name in ("rope_parameters", "rope_scaling"))
+    return hf | rope.canonical(parameters, scaling, hf)
 
 
 def prepare_model(config: RunConfig, run_dir: Path) -> Path:
@@ -62,6 +63,9 @@ def prepare_model(config: RunConfig, run_dir: Path) -> Path:
 
     Raises UserError for a missing folder, an unknown architecture or an unsupported field, before anything is started.
     """
+    if config.model.mtp == "keep":
+        raise UserError("model.mtp=keep is not supported: Megatron-Core trains multi-token prediction on logits of the "
+                        "whole vocabulary, which this stack never makes; leave model.mtp at drop")
     if config.model.path is not None:
         if not config.model.path.is_dir():
             raise UserError(f"model.path: folder {config.model.path} does not exist")
@@ -84,6 +88,8 @@ class FreshTensors:
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if name.endswith("norm.weight"):
             return torch.ones(shape)
+        if name.endswith("bias"):
+            return torch.zeros(shape)
         generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed} {name}".encode()))  # it takes 32 bits
         return torch.empty(shape).normal_(0.0, self.std, generator=generator)
 

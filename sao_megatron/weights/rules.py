@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from sao_megatron.errors import UserError
+from sao_megatron.weights import rope
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,14 @@ class Family:
     transformer_config: Callable[[dict], dict[str, Any]]
     """HF config -> fields of Megatron's TransformerConfig."""
     used_fields: frozenset[str]
+    """Fields that must be there."""
     harmless_fields: frozenset[str]
-    """Fields of config.json that do not change the maths of this stack."""
-    forbidden: dict[str, Any] = field(default_factory=dict)
-    """Field -> the only value supported."""
+    """Fields that do not change the maths of this stack."""
+    only: dict[str, Any] = field(default_factory=dict)
+    """Field -> the only value supported; it may be missing."""
+    rope_types: tuple[str, ...] = ("default",)
+    checks: tuple[Callable[[dict], None], ...] = ()
+    """Each raises UserError for values that do not go together."""
     _patterns: list = field(default_factory=list, compare=False)
 
     def __post_init__(self):
@@ -72,16 +77,20 @@ class Family:
         raise KeyError(f"{self.name} has no rule for the Megatron parameter {global_name}")
 
     def check_config(self, hf_config: dict) -> None:
-        """Refuse, by name, a config.json field that this family does not know or a value it does not support."""
+        """Raise UserError for a field of config.json that this family does not know, a value that it does not support,
+        or a missing field."""
         for key, value in hf_config.items():
-            if key in self.forbidden and value != self.forbidden[key]:
+            if key in self.only and value != self.only[key]:
                 raise UserError(f"config.json: {key}={value!r} is not supported for {self.architecture}; "
-                                f"only {self.forbidden[key]!r} is")
-            if key not in self.used_fields | self.harmless_fields | self.forbidden.keys():
+                                f"only {self.only[key]!r} is")
+            if key not in self.used_fields | self.harmless_fields | self.only.keys() | {"rope_scaling"}:
                 raise UserError(f"config.json: field {key!r} is not known for {self.architecture} and may change "
                                 f"the maths: remove it if it has no effect")
         for key in sorted(self.used_fields - hf_config.keys()):
             raise UserError(f"config.json: field {key!r} is required for {self.architecture} and missing")
+        rope.check(hf_config["rope_scaling"], self.rope_types, self.architecture)
+        for check in self.checks:
+            check(hf_config)
 
 
 def join(rule: Rule, tensors: list[Tensor], geometry: Geometry, parts: int, part: int) -> Tensor:

@@ -46,7 +46,7 @@ class ShardMap:
         family = family_of(hf_config)
         self.tied = hf_config["tie_word_embeddings"]
         self.parameters: list[Parameter] = []
-        for local_name, tensor in model.named_parameters():
+        for local_name, tensor in _named_weights(model):
             if local_name in skip:
                 continue
             if rules and local_name in rules:
@@ -88,6 +88,12 @@ class ShardMap:
             shards = _gather(parameter.tensor.detach(), group)
             if is_owner:
                 yield from zip(parameter.hf_names, split(parameter.rule, shards, self.geometry), strict=True)
+
+
+def _named_weights(model) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and the buffers that a checkpoint holds: the routers' correction biases."""
+    yield from model.named_parameters()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(".expert_bias"))
 
 
 def _owner(rule: Rule) -> int | None:

@@ -42,7 +42,7 @@ def check(config: RunConfig, hf_config: dict) -> None:
         raise UserError(f"critic.path: the critic in {folder} has the head {found}, the recipe asks for {expected}: "
                         f"make the `critic` section the same, or pre-train again")
     theirs = read_config(folder)
-    for field in sorted(family_of(hf_config).used_fields - {"tie_word_embeddings"}):
+    for field in sorted(family_of(hf_config).used_fields - {"tie_word_embeddings"} | {"rope_scaling"}):
         if theirs.get(field) != hf_config[field]:
             raise UserError(f"critic.path: {folder} was made for another model: its {field} is {theirs.get(field)}, "
                             f"this model's is {hf_config[field]}")

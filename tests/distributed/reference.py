@@ -97,6 +97,8 @@ def hf_gradients(model) -> dict[str, np.ndarray]:
     """Gradients under per-expert HF checkpoint names (transformers 5 fuses the experts)."""
     result = {}
     for name, parameter in model.named_parameters():
+        if parameter.grad is None:
+            continue
         gradient = parameter.grad.numpy()
         if name.endswith("experts.gate_up_proj"):
             for expert, both in enumerate(gradient):

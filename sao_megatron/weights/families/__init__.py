@@ -1,16 +1,28 @@
-"""One file per model family; `family_of` finds the one that a config.json names."""
+"""One file per group of model families; `family_of` finds the one that a config.json names."""
 from sao_megatron.errors import UserError
-from sao_megatron.weights.families import qwen3_moe
+from sao_megatron.weights.families import deepseek, glm, llama, qwen
 from sao_megatron.weights.rules import Family
 
-FAMILIES: dict[str, Family] = {family.architecture: family for family in (qwen3_moe.FAMILY,)}
+FAMILIES: dict[str, Family] = {family.architecture: family for family in (
+    qwen.QWEN2, qwen.QWEN3, qwen.QWEN3_MOE, llama.LLAMA, llama.MIXTRAL, glm.GLM4_MOE, glm.GLM5,
+    deepseek.DEEPSEEK_V3)}
+
+REFUSED = {
+    "Qwen3NextForCausalLM": "its gated delta-net layers need Megatron-Core's GatedDeltaNet, which runs only with "
+                            "TransformerEngine and flash-linear-attention",
+    "GptOssForCausalLM": "its attention sinks and sliding windows, the biases of its experts and their clamped "
+                         "activation have no counterpart in this stack's layer specs",
+}
+"""Known architectures that cannot be trained, with the part that is missing."""
 
 
 def family_of(hf_config: dict) -> Family:
     """The family of an HF config. Raises UserError for an unknown architecture or an unsupported field."""
-    names = hf_config.get("architectures") or ["(none)"]
-    if names[0] not in FAMILIES:
-        raise UserError(f"config.json: architecture {names[0]!r} is not supported; known: {', '.join(FAMILIES)}")
-    family = FAMILIES[names[0]]
+    name = (hf_config.get("architectures") or ["(none)"])[0]
+    if name in REFUSED:
+        raise UserError(f"config.json: architecture {name!r} is not supported: {REFUSED[name]}")
+    if name not in FAMILIES:
+        raise UserError(f"config.json: architecture {name!r} is not supported; known: {', '.join(FAMILIES)}")
+    family = FAMILIES[name]
     family.check_config(hf_config)
     return family

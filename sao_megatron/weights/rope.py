@@ -1,0 +1,62 @@
+"""Rotary position embeddings in config.json: one spelling, and the scalings that Megatron-Core computes as HF does."""
+from __future__ import annotations
+
+from sao_megatron.errors import UserError
+
+_FIELDS = {
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+_OPTIONAL = {"llama3": (), "yarn": ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")}
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""Megatron-Core's RotaryEmbedding has these numbers built in."""
+
+
+def canonical(parameters: dict, scaling: dict, hf: dict) -> dict:
+    """Fields rope_theta, partial_rotary_factor (where there is one) and rope_scaling.
+
+    `parameters` and `scaling` are config.json's rope_parameters (transformers 5) and rope_scaling (before), `hf` the
+    rest of it.
+    """
+    both = scaling | parameters
+    fields = {"rope_theta": both.pop("rope_theta", hf.get("rope_theta", 10000.0))}
+    partial = both.pop("partial_rotary_factor", hf.get("partial_rotary_factor"))
+    if partial is not None:
+        fields["partial_rotary_factor"] = partial
+    kind = both.pop("rope_type", None) or both.pop("type", "default")
+    both.pop("type", None)  # the older name of rope_type; some files have both
+    fields["rope_scaling"] = None if kind == "default" else {"rope_type": kind, **both}
+    return fields
+
+
+def check(scaling: dict | None, kinds: tuple[str, ...], architecture: str) -> None:
+    """Raise UserError if the scaling is not one that Megatron-Core computes as HF does."""
+    kind = scaling["rope_type"] if scaling else "default"
+    if kind not in kinds:
+        raise UserError(f"config.json: RoPE scaling {kind!r} is not supported for {architecture}; "
+                        f"only {' and '.join(map(repr, kinds))} is")
+    if not scaling:
+        return
+    for name in _FIELDS[kind]:
+        if name not in scaling:
+            raise UserError(f"config.json: RoPE scaling {kind!r} needs {name!r}, which is missing")
+    for name in scaling.keys() - {"rope_type", *_FIELDS[kind], *_OPTIONAL[kind]}:
+        raise UserError(f"config.json: RoPE scaling {kind!r} with the field {name!r} is not supported: remove it if it "
+                        f"has no effect")
+    if kind == "llama3":
+        for name, value in _LLAMA3.items():
+            if scaling[name] != value:
+                raise UserError(f"config.json: RoPE scaling {kind!r} with {name}={scaling[name]!r} is not supported; "
+                                f"Megatron-Core has {value} built in")
+    # With one of the two alone, HF ignores it and Megatron-Core does not.
+    if kind == "yarn" and bool(scaling.get("mscale")) != bool(scaling.get("mscale_all_dim")):
+        raise UserError("config.json: RoPE scaling 'yarn' needs both of mscale and mscale_all_dim, or neither")
+
+
+def yarn(scaling: dict) -> dict:
+    """Fields of Megatron's MLATransformerConfig; without mscale both are as HF's formula has it."""
+    return dict(
+        rope_type="yarn", rotary_scaling_factor=scaling["factor"],
+        original_max_position_embeddings=scaling["original_max_position_embeddings"],
+        beta_fast=scaling.get("beta_fast") or 32, beta_slow=scaling.get("beta_slow") or 1,
+        mscale=scaling.get("mscale") or 1.0, mscale_all_dim=scaling.get("mscale_all_dim") or 0.0)
