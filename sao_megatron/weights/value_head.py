@@ -10,7 +10,8 @@ from pathlib import Path
 from sao_megatron.config import CriticSection, RunConfig
 from sao_megatron.errors import UserError
 from sao_megatron.weights.families import family_of
-from sao_megatron.weights.hf import SafetensorsFolder, read_config
+from sao_megatron.weights.folder import SafetensorsFolder
+from sao_megatron.weights.hf import read_config
 from sao_megatron.weights.rules import Rule
 
 FILE = "value_head.json"
@@ -46,4 +47,4 @@ def check(config: RunConfig, hf_config: dict) -> None:
         if theirs.get(field) != hf_config[field]:
             raise UserError(f"critic.path: {folder} was made for another model: its {field} is {theirs.get(field)}, "
                             f"this model's is {hf_config[field]}")
-    SafetensorsFolder(folder)
+    SafetensorsFolder(folder).check()

@@ -1,0 +1,86 @@
+"""Writing an HF folder: a crash at any moment leaves either the whole folder or none."""
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from sao_megatron.errors import UserError
+from sao_megatron.weights.folder import SafetensorsFolder
+from sao_megatron.weights.saving import Entry, finish, partial_of, write_files
+
+
+@pytest.fixture
+def model_dir(tmp_path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"torch_dtype": "float8_e4m3fn", "quantization_config": {}, "x": 1}))
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def tensors(count: int = 10):
+    for i in range(count):
+        yield f"t{i}", torch.full((64, 8), float(i), dtype=torch.bfloat16)  # 1 KiB
+
+
+def save(folder: Path, model_dir: Path, stream=None) -> dict[str, Entry]:
+    partial_of(folder).mkdir(exist_ok=True)
+    entries = write_files(stream or tensors(), partial_of(folder), "model-00000", max_bytes=3000)
+    finish(folder, entries, model_dir)
+    return entries
+
+
+def test_folder_is_complete(tmp_path, model_dir):
+    """If this fails, Transformers or SGLang cannot load an export, or load it as what it was quantised from."""
+    entries = save(tmp_path / "out", model_dir)
+    assert [sum(e.file == file for e in entries.values()) for file in sorted({e.file for e in entries.values()})] == [
+        2, 2, 2, 2, 2]  # as many as fit into max_bytes
+    source = SafetensorsFolder(tmp_path / "out")
+    source.check()
+    for name, tensor in tensors():
+        source.verify_checksum(name)
+        assert torch.equal(source.get(name, (64, 8)), tensor)
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"torch_dtype": "bfloat16", "x": 1}
+    assert json.loads((tmp_path / "out/model.safetensors.index.json").read_text())["metadata"] == {"total_size": 10240}
+    assert (tmp_path / "out" / "tokenizer.json").is_file() and not partial_of(tmp_path / "out").exists()
+
+
+def test_killed_while_saving(tmp_path, model_dir):
+    """If this fails, a crash during a save leaves a folder that looks complete and is not."""
+    folder, rng = tmp_path / "out", np.random.default_rng(0)
+
+    def slow():
+        for item in tensors():
+            time.sleep(0.002)
+            yield item
+    found = []
+    for seconds in rng.uniform(0.0, 0.05, 25):
+        child = os.fork()
+        if child == 0:
+            try:
+                save(folder, model_dir, slow())
+            finally:
+                os._exit(0)
+        time.sleep(seconds)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        found.append(folder.exists())
+        if folder.exists():
+            source = SafetensorsFolder(folder)
+            for name, _ in tensors():
+                source.verify_checksum(name)
+            (folder / "config.json").unlink()  # the next round must bring a whole one again
+        else:
+            with pytest.raises(UserError, match="holds no"):
+                SafetensorsFolder(partial_of(folder) if partial_of(folder).exists() else tmp_path)
+    assert not all(found)
+    save(folder, model_dir)  # what crashes left is no obstacle
+    SafetensorsFolder(folder).check()
+    assert (folder / "config.json").is_file()
