@@ -84,10 +84,13 @@ def finish(folder: Path, entries: dict[str, Entry], model_dir: Path) -> None:
     _write_json(partial / INDEX, {"metadata": {"total_size": sum(e.bytes for e in entries.values())},
                                   "weight_map": {name: e.file for name, e in entries.items()}})
     _sync(partial)
+    replaced = folder.with_name(folder.name + ".replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
     if folder.exists():
-        shutil.rmtree(folder)
+        folder.rename(replaced)  # deleting takes a while: a crash meanwhile must not leave half of it under its name
     partial.rename(folder)
     _sync(folder.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def exported_config(hf: dict, dtype: str) -> dict:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -11,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from sao_megatron.errors import UserError
 from sao_megatron.weights.folder import SafetensorsFolder
 from sao_megatron.weights.saving import Entry, finish, partial_of, write_files
 
@@ -61,7 +61,7 @@ def test_killed_while_saving(tmp_path, model_dir):
             time.sleep(0.002)
             yield item
     found = []
-    for seconds in rng.uniform(0.0, 0.05, 25):
+    for turn, seconds in enumerate(rng.uniform(0.0, 0.06, 30)):
         child = os.fork()
         if child == 0:
             try:
@@ -76,11 +76,9 @@ def test_killed_while_saving(tmp_path, model_dir):
             source = SafetensorsFolder(folder)
             for name, _ in tensors():
                 source.verify_checksum(name)
-            (folder / "config.json").unlink()  # the next round must bring a whole one again
-        else:
-            with pytest.raises(UserError, match="holds no"):
-                SafetensorsFolder(partial_of(folder) if partial_of(folder).exists() else tmp_path)
-    assert not all(found)
+            assert (folder / "config.json").is_file() and (folder / "tokenizer.json").is_file()
+            if turn % 2:  # half of the saves replace an earlier one
+                shutil.rmtree(folder)
+    assert any(found) and not all(found)
     save(folder, model_dir)  # what crashes left is no obstacle
     SafetensorsFolder(folder).check()
-    assert (folder / "config.json").is_file()
