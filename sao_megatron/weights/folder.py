@@ -49,6 +49,10 @@ class SafetensorsFolder:
         self._checksums = self._read_json(CHECKSUMS).get("tensors", {}) if (self.folder / CHECKSUMS).is_file() else {}
         self._block = self._block_size()
 
+    @property
+    def is_quantized(self) -> bool:
+        return self._block is not None
+
     def check(self) -> None:
         """Open every file and look for every tensor that the index names. Raises UserError naming file and tensor."""
         for name, file in sorted(self._file_of.items(), key=lambda item: item[1]):
@@ -156,6 +160,9 @@ class SafetensorsFolder:
                     raise UserError(f"{self.folder / place.file}: tensor {fused} has {self._shape(place)[0]} experts; "
                                     f"config.json asks for more ({name})")
                 return place
+        renamed = name.replace(".block_sparse_moe.", ".mlp.")  # Mixtral's router, as transformers 5 calls it
+        if renamed in self._file_of:
+            return Place(self._file_of[renamed], renamed)
         raise UserError(f"{self.folder}: tensor {name} is missing; config.json asks for it, but "
                         f"{INDEX if (self.folder / INDEX).is_file() else SINGLE} does not name it")
 

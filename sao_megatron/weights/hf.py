@@ -43,6 +43,7 @@ def read_config(folder: Path) -> dict:
 def canonical(hf: dict) -> dict:
     """See `read_config`."""
     hf = dict(hf)
+    hf.pop("quantization_config", None)  # how tensors are stored, not what they are: SafetensorsFolder's business
     if "num_local_experts" in hf:
         hf["num_experts"] = hf.pop("num_local_experts")
     rope = hf.pop("rope_parameters", None) or {}
@@ -66,7 +67,11 @@ def prepare_model(config: RunConfig, run_dir: Path) -> Path:
         if not config.model.path.is_dir():
             raise UserError(f"model.path: folder {config.model.path} does not exist")
         family_of(read_config(config.model.path))
-        SafetensorsFolder(config.model.path).check()
+        tensors = SafetensorsFolder(config.model.path)
+        tensors.check()
+        if tensors.is_quantized:
+            raise UserError(f"model.path: {config.model.path} is stored in float8, which is not trained: write it in "
+                            f"bfloat16 first, with tools/convert.py hf-to-megatron and megatron-to-hf")
         return config.model.path
     family_of(canonical(config.model.fresh))
     folder = run_dir / "model"

@@ -75,14 +75,25 @@ def finish(folder: Path, entries: dict[str, Entry], model_dir: Path) -> None:
     partial = partial_of(folder)
     entries = dict(sorted(entries.items()))
     _write_json(partial / CHECKSUMS, {"algorithm": "crc32", "tensors": {n: e.checksum for n, e in entries.items()}})
-    for name in TOKENIZER_FILES:
-        if (model_dir / name).is_file():
-            shutil.copy(model_dir / name, partial / name)
-            _sync(partial / name)
-    config = json.loads((model_dir / "config.json").read_text())
-    _write_json(partial / "config.json", exported_config(config, max(entries.values(), key=lambda e: e.bytes).dtype))
+    copy_beside(model_dir, partial, max(entries.values(), key=lambda entry: entry.bytes).dtype)
     _write_json(partial / INDEX, {"metadata": {"total_size": sum(e.bytes for e in entries.values())},
                                   "weight_map": {name: e.file for name, e in entries.items()}})
+    rename(partial, folder)
+
+
+def copy_beside(model_dir: Path, target: Path, dtype: str) -> None:
+    """Copy tokenizer and config.json, the latter as that of a model stored in `dtype`."""
+    for name in TOKENIZER_FILES:
+        if (model_dir / name).is_file():
+            shutil.copy(model_dir / name, target / name)
+    hf = json.loads((model_dir / "config.json").read_text())
+    _write_json(target / "config.json", exported_config(hf, dtype))
+
+
+def rename(partial: Path, folder: Path) -> None:
+    """Give a folder its name when all that it holds is on the disk; what had that name before is replaced."""
+    for path in partial.iterdir():
+        _sync(path)
     _sync(partial)
     replaced = folder.with_name(folder.name + ".replaced")
     shutil.rmtree(replaced, ignore_errors=True)
@@ -101,7 +112,6 @@ def exported_config(hf: dict, dtype: str) -> dict:
 
 def _write_json(path: Path, content: dict) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")
-    _sync(path)
 
 
 def _sync(path: Path) -> None:

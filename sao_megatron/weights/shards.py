@@ -64,7 +64,7 @@ class ShardMap:
                 for name in parameter.hf_names:
                     source.verify_checksum(name)
             group = _tensor_group(parameter.rule)
-            shapes = _hf_shapes(parameter, group.size(), self.geometry)
+            shapes = hf_shapes(parameter, group.size(), self.geometry)
             fill(parameter.tensor.detach(), parameter.rule, parameter.hf_names, shapes, self.geometry, group.size(),
                  group.rank(), source)
 
@@ -125,7 +125,7 @@ def _global_name(model, name: str) -> str:
     return re.sub(r"(?<=experts\.linear_fc[12]\.weight)(\d+)", lambda m: str(int(m[1]) + offset), name)
 
 
-def _hf_shapes(parameter: Parameter, parts: int, geometry: Geometry) -> list[tuple[int, ...]]:
+def hf_shapes(parameter: Parameter, parts: int, geometry: Geometry) -> list[tuple[int, ...]]:
     """Shapes of the full HF tensors behind a local parameter, worked out on the meta device by `split`."""
     shards = [torch.empty(parameter.tensor.shape, device="meta")] * parts
     return [tuple(t.shape) for t in split(parameter.rule, shards, geometry)]
