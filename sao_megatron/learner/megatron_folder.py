@@ -7,6 +7,7 @@ part at hand is filled, and then emptied. Parts are written as files of their ow
 """
 from __future__ import annotations
 
+import io
 import json
 import pickle
 from collections import defaultdict
@@ -20,12 +21,14 @@ from torch import Tensor
 
 from sao_megatron.learner import runtime
 from sao_megatron.learner import model as models
-from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as ps
-from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories
-from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, mcore_to_pyt_state_dict
+from megatron.core.dist_checkpointing.mapping import ShardedObject, apply_factories
+from megatron.core.dist_checkpointing.strategies.checkpointable import (
+    CheckpointableShardedTensor,
+    LocalShardsContainer,
+)
+from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 
 from sao_megatron.config import ParallelSection
@@ -87,16 +90,17 @@ class WholeModel:
         """The HF tensors of a part, from a checkpoint that any layout wrote. Raises UserError."""
         for parameter in self.parts[part]:
             _resize(parameter.tensor, parameter.tensor.numel())
+        wanted = _as_torch_saves_it(self._sharded(part))
         try:
-            loaded = dist_checkpointing.load({"policy": self._sharded(part)}, str(folder))["policy"]
-        except (CheckpointingException, dcp.CheckpointException, KeyError, RuntimeError, OSError, EOFError,
-                pickle.UnpicklingError) as error:
-            reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+            dcp.load(wanted, storage_reader=dcp.FileSystemReader(folder), no_dist=True,
+                     planner=dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False))
+        except (Exception, dcp.api.CheckpointException) as error:  # whatever reading a damaged file raises
+            reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
             raise UserError(f"{folder}: the tensors {self.names(part)[0]} … {self.names(part)[-1]} cannot be read "
                             f"({reason}): the checkpoint is damaged, or of another model") from None
         tensors = {}
         for parameter in self.parts[part]:
-            whole = split(parameter.rule, [loaded[self._names[id(parameter.tensor)]]], self.shards.geometry)
+            whole = split(parameter.rule, [parameter.tensor.detach()], self.shards.geometry)
             tensors |= {name: t.clone() for name, t in zip(parameter.hf_names, whole, strict=True)}
         self._empty(part)
         return tensors
@@ -148,7 +152,7 @@ def stored_dtype(folder: Path) -> torch.dtype:
     """Type of the policy's weights in a checkpoint. Raises UserError if there are none."""
     try:
         metadata = dcp.FileSystemReader(folder).read_metadata()
-    except Exception as error:  # whatever unpickling a damaged file raises
+    except (Exception, dcp.api.CheckpointException) as error:  # whatever unpickling a damaged file raises
         raise UserError(f"{folder} is no checkpoint of the learner: its .metadata cannot be read ({error})") from None
     key = PREFIX + "embedding.word_embeddings.weight"
     if key not in metadata.state_dict_metadata:
@@ -174,16 +178,41 @@ def _metadata_path(folder: Path, part: int) -> Path:
     return folder / f"part-{part:05d}.metadata"
 
 
-def _write_part(state: dict, folder: Path, part: int) -> None:
-    apply_factories(state)
-    keyed: dict[str, list] = defaultdict(list)
+def _as_torch_saves_it(state: dict) -> dict:
+    """A sharded state dict by the names on disk, as torch.distributed.checkpoint takes it: it may hold any part of a
+    model, whose tensors are read into and written from where they are."""
+    storages = {value.data.untyped_storage().data_ptr() for value in nested_values(state) if _has_tensor(value)}
+    apply_factories(state)  # they cut fused weights into views
+    shards: dict[str, list[CheckpointableShardedTensor]] = defaultdict(list)
+    result: dict[str, object] = {}
     for value in nested_values(state):
-        keyed[value.key if isinstance(value, ShardedTensor) else value.unique_key].append(value)
+        if isinstance(value, ShardedObject):
+            result[value.unique_key] = _serialized(value)
+            continue
+        if value.data.untyped_storage().data_ptr() not in storages:
+            raise NotImplementedError(f"Megatron-Core copies {value.key} to save it: it cannot be read in place")
+        shape = (1,) * value.prepend_axis_num + tuple(value.local_shape)  # its place in a stack of layers and experts
+        whole = replace(value, data=value.data.detach().view(shape), local_shape=shape, prepend_axis_num=0)
+        shards[value.key].append(CheckpointableShardedTensor.from_sh_ten(whole))
+    return result | {key: LocalShardsContainer(parts) if len(parts) > 1 else parts[0] for key, parts in shards.items()}
+
+
+def _has_tensor(value) -> bool:
+    return isinstance(getattr(value, "data", None), Tensor)
+
+
+def _serialized(value: ShardedObject) -> io.BytesIO:
+    buffer = io.BytesIO()
+    torch.save([value.data], buffer)
+    return buffer
+
+
+def _write_part(state: dict, folder: Path, part: int) -> None:
+    """`part-<n>.distcp`, then `part-<n>.metadata`, each under its name only when it is whole."""
     if part == 0:
-        common = ShardedObject("common_state", {}, (1,), (0,))
-        keyed[common.unique_key].append(common)
+        state = state | {"common_state": ShardedObject("common_state", {}, (1,), (0,))}
     scratch, file = folder / f"part-{part:05d}.tmp", f"part-{part:05d}.distcp"
-    dcp.save(mcore_to_pyt_state_dict(keyed), storage_writer=dcp.FileSystemWriter(scratch),
+    dcp.save(_as_torch_saves_it(state), storage_writer=dcp.FileSystemWriter(scratch),
              planner=MCoreSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False), no_dist=True)
     metadata = pickle.loads((scratch / ".metadata").read_bytes())
     written, = {info.relative_path for info in metadata.storage_data.values()}

@@ -65,6 +65,7 @@ def write_files(stream: Iterator[tuple[str, Tensor]], partial: Path, prefix: str
 def _write_file(tensors: dict[str, Tensor], path: Path) -> None:
     unfinished = path.with_suffix(".tmp")
     save_file(tensors, unfinished, metadata={"format": "pt"})
+    unfinished.chmod(0o644)  # safetensors lets only the owner read
     _sync(unfinished)
     unfinished.rename(path)
 
