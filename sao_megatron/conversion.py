@@ -23,7 +23,7 @@ from sao_megatron.weights.families import family_of
 from sao_megatron.weights.folder import SafetensorsFolder
 from sao_megatron.weights.saving import Entry, partial_of
 
-DTYPES = ("bfloat16", "float16", "float32")
+DTYPES = ("bfloat16", "float32")
 JOB, STATE = "conversion.json", "state.json"
 WAIT_SECONDS = 3600.0
 """How long the first process waits for the next part of another."""
@@ -33,7 +33,7 @@ GIB = 2**30
 def hf_to_megatron(source: Path, target: Path, dtype: str | None = None) -> None:
     """Write the HF folder `source` as a checkpoint of the learner with a policy only, at step 0.
 
-    `dtype`: what the weights are stored as (default: the type that config.json names, bfloat16 for float8).
+    `dtype`: what the weights are stored as (default: the type that config.json names).
     """
     hf_config = hf.read_config(source)
     family_of(hf_config)
@@ -254,7 +254,10 @@ def _model_dir(folder: Path) -> Path:
 
 def _dtype_of(hf_config: dict) -> str:
     named = hf_config.get("dtype") or hf_config.get("torch_dtype") or "bfloat16"
-    return named if named in DTYPES else "bfloat16"
+    if named not in DTYPES:
+        raise UserError(f"config.json: the learner trains {' or '.join(DTYPES)}, this model is in {named}: choose one "
+                        f"with --dtype")
+    return named
 
 
 def _share() -> tuple[int, int]:

@@ -71,8 +71,8 @@ def _parser() -> argparse.ArgumentParser:
                              description=_HF_TO_MEGATRON, formatter_class=shape)
     there.add_argument("source", type=Path, help="HF folder")
     there.add_argument("target", type=Path, help="folder to make")
-    there.add_argument("--dtype", choices=("bfloat16", "float16", "float32"),
-                       help="type to store (default: the one that config.json names; bfloat16 for float8)")
+    there.add_argument("--dtype", choices=("bfloat16", "float32"),
+                       help="type to store (default: the one that config.json names)")
     back = verbs.add_parser("megatron-to-hf", help="checkpoint of the learner to an HF folder",
                             description=_MEGATRON_TO_HF, formatter_class=shape)
     back.add_argument("source", type=Path, help="checkpoint, such as runs/first/checkpoints/step-00000040")

@@ -70,13 +70,15 @@ def _write_file(tensors: dict[str, Tensor], path: Path) -> None:
     unfinished.rename(path)
 
 
-def finish(folder: Path, entries: dict[str, Entry], model_dir: Path) -> None:
-    """Complete `<folder>.partial`, whose tensors are `entries`, with what `model_dir` has beside its own, and rename
-    it. A folder that is already there is replaced."""
+def finish(folder: Path, entries: dict[str, Entry], model_dir: Path, beside: dict[str, dict] | None = None) -> None:
+    """Complete `<folder>.partial`, whose tensors are `entries`, with what `model_dir` has beside its own and with the
+    JSON files `beside`, and rename it. A folder that is already there is replaced."""
     partial = partial_of(folder)
     entries = dict(sorted(entries.items()))
     _write_json(partial / CHECKSUMS, {"algorithm": "crc32", "tensors": {n: e.checksum for n, e in entries.items()}})
     copy_beside(model_dir, partial, max(entries.values(), key=lambda entry: entry.bytes).dtype)
+    for name, content in (beside or {}).items():
+        _write_json(partial / name, content)
     _write_json(partial / INDEX, {"metadata": {"total_size": sum(e.bytes for e in entries.values())},
                                   "weight_map": {name: e.file for name, e in entries.items()}})
     rename(partial, folder)

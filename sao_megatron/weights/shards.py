@@ -131,10 +131,12 @@ def hf_shapes(parameter: Parameter, parts: int, geometry: Geometry) -> list[tupl
     return [tuple(t.shape) for t in split(parameter.rule, shards, geometry)]
 
 
-def save_hf(shard_map: ShardMap, folder: Path, model_dir: Path, max_bytes: int = saving.MAX_BYTES) -> None:
+def save_hf(shard_map: ShardMap, folder: Path, model_dir: Path, max_bytes: int = saving.MAX_BYTES,
+            beside: dict[str, dict] | None = None) -> None:
     """Write an HF checkpoint folder from all ranks (collective): each owner writes its own files, rank 0 the rest.
 
-    The folder appears by rename when complete; a crash leaves only `<folder>.partial`. See weights/saving.py.
+    `beside`: more JSON files, by name. The folder appears by rename when complete; a crash leaves only
+    `<folder>.partial`. See weights/saving.py.
     """
     partial = saving.partial_of(folder)
     if dist.get_rank() == 0:
@@ -147,5 +149,6 @@ def save_hf(shard_map: ShardMap, folder: Path, model_dir: Path, max_bytes: int =
     parts: list = [None] * dist.get_world_size()
     dist.all_gather_object(parts, entries)
     if dist.get_rank() == 0:
-        saving.finish(folder, {name: entry for part in parts for name, entry in part.items()}, model_dir)
+        merged = {name: entry for part in parts for name, entry in part.items()}
+        saving.finish(folder, merged, model_dir, beside)
     dist.barrier()

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 from sao_megatron.config import CriticSection, RunConfig
 from sao_megatron.errors import UserError
@@ -26,8 +25,9 @@ def describe(section: CriticSection) -> dict:
     return section.model_dump(include=fields)
 
 
-def save_description(section: CriticSection, folder: Path) -> None:
-    (folder / FILE).write_text(json.dumps(describe(section), indent=2) + "\n")
+def files(section: CriticSection) -> dict[str, dict]:
+    """What a critic's folder holds beside an HF model's files, by name."""
+    return {FILE: describe(section)}
 
 
 def check(config: RunConfig, hf_config: dict) -> None:

@@ -12,14 +12,20 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from sao_megatron import config as run_config
 from sao_megatron.errors import UserError
 from sao_megatron.weights.families import FAMILIES
 from sao_megatron.weights.folder import SafetensorsFolder
+from sao_megatron.weights.hf import prepare_model
 from sao_megatron.weights.rules import Geometry, join
 from sao_megatron.weights.saving import finish, partial_of, write_files
 from sao_megatron.weights.slices import fill
 
 GEOMETRY = Geometry(heads=8, kv_heads=4, head_dim=6)
+CONFIG = dict(
+    architectures=["Qwen3MoeForCausalLM"], num_hidden_layers=2, hidden_size=16, intermediate_size=32,
+    num_attention_heads=8, num_key_value_heads=4, head_dim=6, rms_norm_eps=1e-6, num_experts=4, num_experts_per_tok=2,
+    moe_intermediate_size=8, norm_topk_prob=True, vocab_size=32, rope_theta=1e4, tie_word_embeddings=False)
 
 
 def expert(layer: int, number: int, part: str, mlp: str = "mlp") -> str:
@@ -242,3 +248,29 @@ def test_memory_is_the_shard_and_one_tensor(tmp_path):
     shard, tensor = tensors * rows * columns * 4 // parts, rows * columns * 4
     assert read == shard
     assert peak <= 1.2 * shard + tensor + 16 * 2**20  # a file is closed after this much of it was mapped
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    """A model folder of which all that is known before anything starts is in order."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file({"model.norm.weight": torch.ones(16)}, folder / "model-1.safetensors")
+    index(folder, {"model.norm.weight": "model-1.safetensors"})
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+@pytest.mark.parametrize("damage, parts", [
+    (lambda folder: (folder / "model-1.safetensors").unlink(), ("model-1.safetensors", "model.norm.weight")),
+    (lambda folder: index(folder, {"x": "model-1.safetensors"}), ("model-1.safetensors", "tensor x is missing")),
+    (lambda folder: (folder / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": {
+        "quant_method": "fp8", "weight_block_size": [128, 128]}})), ("float8", "tools/convert.py"))])
+def test_a_damaged_model_is_refused_before_anything_starts(model, tmp_path, damage, parts):
+    """If this fails, engines and learner are started on a checkpoint that none of them can load."""
+    config = run_config.parse(dict(name="t", model=dict(path=str(model)), task=dict(name="random"), steps=1))
+    assert prepare_model(config, tmp_path) == model
+    damage(model)
+    with pytest.raises(UserError) as error:
+        prepare_model(config, tmp_path)
+    assert all(part in str(error.value) for part in parts)
