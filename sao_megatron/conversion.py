@@ -80,8 +80,12 @@ class _Job:
         self.rank, self.world = _share()
         self.is_first = self.rank == 0
         self.target, self.model, self.partial = target, model, partial_of(target)
-        if target.exists():
+        self.mine = [part for part in range(len(model.parts)) if part % self.world == self.rank]
+        if self.is_first and target.exists():
             raise UserError(f"{target} exists: give another folder, or remove it")
+        if not self.is_first and self._is_mine_done():
+            self.mine = []
+            return
         self.partial.mkdir(parents=True, exist_ok=True)
         what |= {"parts": len(model.parts)}
         path = self.partial / JOB
@@ -91,12 +95,20 @@ class _Job:
             raise UserError(f"{self.partial} holds the beginning of another conversion ({found}): remove it, or give "
                             f"another target")
 
+    def _is_mine_done(self) -> bool:
+        """The first process may have completed the folder already, but only if this one's share was done."""
+        try:
+            marks = set(os.listdir(self.partial))
+        except FileNotFoundError:
+            return self.target.exists() or not self.mine
+        return all(self._mark(part).name in marks for part in self.mine)
+
     def run(self, write: Callable[[int], None]) -> None:
         """Do this process's parts that are not done yet; the first process then waits for the others'."""
-        todo = [part for part in range(len(self.model.parts)) if not self._mark(part).exists()]
+        todo = self._missing()
         progress = _Bytes(self.model, todo, quiet=not self.is_first)
-        for part in todo:
-            if part % self.world == self.rank:
+        for part in self.mine:
+            if part in todo:
                 write(part)
                 self._mark(part).touch()
                 progress.show(self._missing())

@@ -5,7 +5,7 @@
   python tools/convert.py verify exports/first runs/first/checkpoints/step-00000040
   torchrun --nproc-per-node 8 tools/convert.py hf-to-megatron …      (shared by 8 processes, also on several hosts)
 
-Each process holds a few GiB at a time, whatever the model's size. A conversion that was stopped goes on when the same
+Each process holds about 5 GiB at a time, whatever the model's size. A conversion that was stopped goes on when the same
 command is given again; its target appears only when it is complete. Exit codes: 0 done (verify: equal), 1 verify found
 a difference, or a process failed, 2 bad input.
 """

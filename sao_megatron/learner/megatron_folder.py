@@ -38,7 +38,7 @@ from sao_megatron.weights.rules import split
 from sao_megatron.weights.shards import Parameter, ShardMap, hf_shapes
 from sao_megatron.weights.slices import fill
 
-PART_BYTES = 4 * 2**30
+PART_BYTES = 2**30  # a process needs about four times this: the part, what was read, what is written
 PREFIX = "policy."
 
 

@@ -65,6 +65,7 @@ def main(folder: Path) -> None:
     run("second of two", "hf-to-megatron", "single", "meg-two", rank=1, world=2)
     found["before the first"] = (folder / "meg-two").exists()
     run("first of two", "hf-to-megatron", "single", "meg-two", world=2)
+    run("late second", "hf-to-megatron", "single", "meg-two", rank=1, world=2)
     run("two equal", "verify", "meg", "meg-two")
     run("altered", "verify", "single", "altered")
     run("altered megatron", "verify", "altered", "meg")
