@@ -45,15 +45,15 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the module that names the weights is built without TransformerEngine
     warnings.filterwarnings("ignore", module=r"torch\.")  # that a process without others saves alone
-    from sao_megatron import conversion
+    from sao_megatron.conversion import formats, verify
     try:
         match arguments.verb:
             case "hf-to-megatron":
-                conversion.hf_to_megatron(arguments.source, arguments.target, arguments.dtype)
+                formats.hf_to_megatron(arguments.source, arguments.target, arguments.dtype)
             case "megatron-to-hf":
-                conversion.megatron_to_hf(arguments.source, arguments.target, arguments.model)
+                formats.megatron_to_hf(arguments.source, arguments.target, arguments.model)
             case "verify":
-                return int(conversion.verify(arguments.first, arguments.second) > 0)
+                return int(verify.verify(arguments.first, arguments.second) > 0)
     except UserError as error:
         print(f"convert: {error}", file=sys.stderr)
         return 2

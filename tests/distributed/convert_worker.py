@@ -67,6 +67,7 @@ def main(folder: Path) -> None:
     run("first of two", "hf-to-megatron", "single", "meg-two", world=2)
     run("late second", "hf-to-megatron", "single", "meg-two", rank=1, world=2)
     run("two equal", "verify", "meg", "meg-two")
+    run("mixtral equal", "verify", "mixtral", "mixtral-fused")
     run("altered", "verify", "single", "altered")
     run("altered megatron", "verify", "altered", "meg")
     run("exists", "hf-to-megatron", "single", "meg")
