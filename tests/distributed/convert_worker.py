@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import sys
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
@@ -27,18 +26,22 @@ def answer(*arguments: str, rank: int = 0, world: int = 1) -> dict:
 
 
 def interrupted(source: Path, target: Path) -> dict:
-    """kill −9 after some parts, then the same command again; which of the first parts it did not write again."""
+    """kill -9 when the fourth part is written and not yet marked, then the same command again; which of the first three
+    it did not write again."""
     child = os.fork()
     if child == 0:
-        with contextlib.redirect_stdout(io.StringIO()):
-            convert.main(["hf-to-megatron", str(source), str(target)])
-        os._exit(0)
-    partial = target.with_name(target.name + ".partial")
-    while len(done := sorted(partial.glob("part-*.done"))) < 3:
-        time.sleep(0.001)
-    os.kill(child, signal.SIGKILL)
+        write = megatron_folder.WholeModel.write
+
+        def write_and_die(model, part, *arguments):
+            write(model, part, *arguments)
+            if part == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+        megatron_folder.WholeModel.write = write_and_die
+        convert.main(["hf-to-megatron", str(source), str(target)])
     os.waitpid(child, 0)
-    before = {mark.with_suffix(".distcp").name: mark.with_suffix(".distcp").stat().st_mtime_ns for mark in done}
+    partial = target.with_name(target.name + ".partial")
+    before = {mark.with_suffix(".distcp").name: mark.with_suffix(".distcp").stat().st_mtime_ns
+              for mark in partial.glob("part-*.done")}
     left = target.exists()
     result = answer("hf-to-megatron", str(source), str(target))
     return result | {"existed": left, "kept": [(target / name).stat().st_mtime_ns == when
