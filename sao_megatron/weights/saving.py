@@ -108,9 +108,11 @@ def rename(partial: Path, folder: Path) -> None:
 
 
 def exported_config(hf: dict, dtype: str) -> dict:
-    """config.json of a model written in `dtype`, which is also what float8 weights were read into."""
-    key = "dtype" if "dtype" in hf else "torch_dtype"
-    return {k: v for k, v in hf.items() if k != "quantization_config"} | {key: dtype}
+    """config.json of a model written in `dtype` (what was read as float8 too), without layers for multi-token
+    prediction, which are not loaded."""
+    exported = {key: value for key, value in hf.items() if key != "quantization_config"}
+    exported["dtype" if "dtype" in hf else "torch_dtype"] = dtype
+    return exported | ({"num_nextn_predict_layers": 0} if "num_nextn_predict_layers" in hf else {})
 
 
 def _write_json(path: Path, content: dict) -> None:

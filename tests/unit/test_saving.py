@@ -20,7 +20,8 @@ from sao_megatron.weights.saving import Entry, finish, partial_of, write_files
 def model_dir(tmp_path) -> Path:
     folder = tmp_path / "model"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"torch_dtype": "float8_e4m3fn", "quantization_config": {}, "x": 1}))
+    (folder / "config.json").write_text(json.dumps({"torch_dtype": "float8_e4m3fn", "quantization_config": {}, "x": 1,
+                                                    "num_nextn_predict_layers": 1}))
     (folder / "tokenizer.json").write_text("{}")
     return folder
 
@@ -47,7 +48,8 @@ def test_folder_is_complete(tmp_path, model_dir):
     for name, tensor in tensors():
         source.verify_checksum(name)
         assert torch.equal(source.get(name, (64, 8)), tensor)
-    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"torch_dtype": "bfloat16", "x": 1}
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {
+        "torch_dtype": "bfloat16", "x": 1, "num_nextn_predict_layers": 0}
     assert json.loads((tmp_path / "out/model.safetensors.index.json").read_text())["metadata"] == {"total_size": 10240}
     assert (tmp_path / "out" / "tokenizer.json").is_file() and not partial_of(tmp_path / "out").exists()
 
