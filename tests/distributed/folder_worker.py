@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as ps
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from sao_megatron.config import ParallelSection
+from sao_megatron.errors import UserError
 from sao_megatron.weights import hf
 from sao_megatron.weights.shards import ShardMap, save_hf
 
@@ -28,6 +30,25 @@ def sharded(module) -> dict:
         "dp_cp_group": ps.get_data_parallel_group(with_context_parallel=True)})
     add_prefix_for_sharding(state, "policy.")
     return {"policy": state}
+
+
+def damaged(shards: ShardMap, folder: Path) -> list[str]:
+    """What each rank says of an exported folder with one bit flipped in the last layer's data ("" if nothing)."""
+    if dist.get_rank() == 0:
+        shutil.copytree(folder / "saved-pp2", folder / "flipped")
+        path = max((folder / "flipped").glob("*.safetensors"))
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 4
+        path.write_bytes(data)
+    dist.barrier()
+    said = ""
+    try:
+        shards.load(hf.SafetensorsFolder(folder / "flipped"))
+    except UserError as error:
+        said = str(error)
+    parts: list = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, said)
+    return parts
 
 
 def main(folder: Path) -> None:
@@ -50,6 +71,7 @@ def main(folder: Path) -> None:
         if name == "tp2ep2":
             (folder / "step-00000007").mkdir(exist_ok=True)
             dist_checkpointing.save(sharded(module), str(folder / "step-00000007"))
+    read["damaged"] = damaged(shards, folder)
     if dist.get_rank() == 0:
         state = {"format": 1, "step": 7, "config": {"model": {"path": str(folder / "single")}}}
         (folder / "step-00000007" / "state.json").write_text(json.dumps(state))

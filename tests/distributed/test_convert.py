@@ -197,6 +197,12 @@ def test_every_layout_loads_a_converted_checkpoint(made, layouts, name):
     assert same(tensors_of(made[0] / f"converted-{name}"), made[1])
 
 
+def test_the_rank_that_owns_damaged_weights_refuses_them(layouts):
+    """If this fails, a checkpoint with a flipped bit is trained. Of two pipeline stages, the last has the damage."""
+    first, last = layouts["damaged"]
+    assert first == "" and "model-00001" in last and "are damaged (checksum" in last
+
+
 def test_a_learners_checkpoint_becomes_hf(made, layouts):
     """If this fails, what was trained on several ranks cannot be taken home. The real command, without a terminal."""
     done = subprocess.run([sys.executable, str(ROOT / "tools" / "convert.py"), "megatron-to-hf",
