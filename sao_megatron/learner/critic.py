@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from sao_megatron.learner import model as models
@@ -65,10 +64,7 @@ class Critic:
 
     def save(self, folder: Path, model_dir: Path) -> None:
         """Write the critic as an HF-like folder (collective); `model_dir` is the policy's."""
-        save_hf(self.shards, folder, model_dir)
-        if dist.get_rank() == 0:
-            value_head.save_description(self.config.critic, folder)
-        dist.barrier()
+        save_hf(self.shards, folder, model_dir, beside=value_head.files(self.config.critic))
 
     def train(self, batches: list[DeviceBatch], statistics: Statistics) -> dict[str, float]:
         """K updates. Leaves `values`, `returns` and `advantages` [k] in each batch's results (last pipeline stage)."""

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import zlib
 from pathlib import Path
 from typing import Protocol
@@ -14,16 +13,17 @@ from sao_megatron.config import RunConfig
 from sao_megatron.errors import UserError
 from sao_megatron.weights import rope
 from sao_megatron.weights.families import family_of
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt",
-                   "chat_template.jinja", "generation_config.json", "tokenizer.model")
+from sao_megatron.weights.folder import SafetensorsFolder
 
 
 class TensorSource(Protocol):
     """Where a model's initial weights come from."""
 
-    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The full HF tensor `name`, which must have `shape`."""
+    def get(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...] = ()) -> Tensor:
+        """Part `index` of the HF tensor `name`, which as a whole must have `shape`."""
+
+    def verify_checksum(self, name: str) -> None:
+        """Raise UserError if the data of tensor `name` are not what was once written, where that is known."""
 
 
 def read_config(folder: Path) -> dict:
@@ -45,6 +45,7 @@ def read_config(folder: Path) -> dict:
 def canonical(hf: dict) -> dict:
     """See `read_config`."""
     hf = dict(hf)
+    hf.pop("quantization_config", None)  # how tensors are stored, not what they are: SafetensorsFolder's business
     for name in ("num_local_experts", "n_routed_experts"):
         if name in hf:
             hf["num_experts"] = hf.pop(name)
@@ -70,7 +71,11 @@ def prepare_model(config: RunConfig, run_dir: Path) -> Path:
         if not config.model.path.is_dir():
             raise UserError(f"model.path: folder {config.model.path} does not exist")
         family_of(read_config(config.model.path))
-        SafetensorsFolder(config.model.path)
+        tensors = SafetensorsFolder(config.model.path)
+        tensors.check()
+        if tensors.is_quantized:
+            raise UserError(f"model.path: {config.model.path} is stored in float8, which is not trained: write it in "
+                            f"bfloat16 first, with tools/convert.py hf-to-megatron and megatron-to-hf")
         return config.model.path
     family_of(canonical(config.model.fresh))
     folder = run_dir / "model"
@@ -85,55 +90,16 @@ class FreshTensors:
     def __init__(self, seed: int, std: float):
         self.seed, self.std = seed, std
 
-    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def get(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...] = ()) -> Tensor:
         if name.endswith("norm.weight"):
-            return torch.ones(shape)
+            return torch.ones(shape)[index]
         if name.endswith("bias"):
-            return torch.zeros(shape)
+            return torch.zeros(shape)[index]
         generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed} {name}".encode()))  # it takes 32 bits
-        return torch.empty(shape).normal_(0.0, self.std, generator=generator)
+        return torch.empty(shape).normal_(0.0, self.std, generator=generator)[index]
 
-
-class SafetensorsFolder:
-    """Tensors of an HF folder, single-file or sharded with an index, read one at a time."""
-
-    def __init__(self, folder: Path):
-        self.folder = Path(folder)
-        index = self.folder / "model.safetensors.index.json"
-        if index.is_file():
-            self._file_of = json.loads(index.read_text())["weight_map"]
-        elif (self.folder / "model.safetensors").is_file():
-            self._file_of = None
-        else:
-            raise UserError(f"{folder} holds no model.safetensors and no model.safetensors.index.json: "
-                            "convert the checkpoint to safetensors first")
-        self._open = {}
-
-    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        file = "model.safetensors" if self._file_of is None else self._file_of.get(name)
-        if file is None:
-            raise UserError(f"{self.folder}: the index names no file for tensor {name}")
-        reader = self._reader(file)
-        if name not in self._open[file][1]:
-            raise UserError(f"{self.folder / file}: tensor {name} is missing")
-        tensor = reader.get_tensor(name)
-        if tuple(tensor.shape) != tuple(shape):
-            raise UserError(f"{self.folder / file}: tensor {name} has shape {tuple(tensor.shape)}, config.json asks "
-                            f"for {tuple(shape)}")
-        return tensor
-
-    def _reader(self, file: str):
-        from safetensors import SafetensorError, safe_open
-        if file not in self._open:
-            path = self.folder / file
-            if not path.is_file():
-                raise UserError(f"{path} is named in the index but does not exist")
-            try:
-                reader = safe_open(path, framework="pt")
-            except SafetensorError as error:
-                raise UserError(f"{path} is not a readable safetensors file: {error}") from None
-            self._open[file] = reader, frozenset(reader.keys())
-        return self._open[file][0]
+    def verify_checksum(self, name: str) -> None:
+        """There are no data that could be damaged."""
 
 
 def initial_weights(config: RunConfig, model_dir: Path) -> TensorSource:
@@ -141,10 +107,3 @@ def initial_weights(config: RunConfig, model_dir: Path) -> TensorSource:
     if config.model.path is None:
         return FreshTensors(config.seed, config.model.init_std)
     return SafetensorsFolder(model_dir)
-
-
-def copy_metadata(source: Path, target: Path) -> None:
-    """Copy config.json and whatever tokenizer files there are."""
-    for name in ("config.json", *TOKENIZER_FILES):
-        if (source / name).is_file():
-            shutil.copy(source / name, target / name)

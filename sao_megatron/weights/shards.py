@@ -6,8 +6,8 @@ tensor rank 0; experts are owned by the rank of their expert parallel group, so 
 """
 from __future__ import annotations
 
-import json
 import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +15,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
-from safetensors.torch import save_file
 from torch import Tensor
 
-from sao_megatron.weights import hf
+from sao_megatron.weights import hf, saving
 from sao_megatron.weights.families import family_of
-from sao_megatron.weights.rules import Geometry, Rule, join, split
+from sao_megatron.weights.rules import Geometry, Rule, split
+from sao_megatron.weights.slices import fill
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,15 @@ class ShardMap:
             self.parameters.append(Parameter(tensor, rule, names))
 
     def load(self, source: hf.TensorSource) -> None:
-        """Fill every parameter from full HF tensors."""
+        """Fill every parameter, reading only what this rank holds; owners also verify what has checksums, whole."""
         for parameter in self.parameters:
+            if _owner(parameter.rule) == dist.get_rank():
+                for name in parameter.hf_names:
+                    source.verify_checksum(name)
             group = _tensor_group(parameter.rule)
-            shapes = _hf_shapes(parameter, group.size(), self.geometry)
-            full = [source.get(name, shape) for name, shape in zip(parameter.hf_names, shapes, strict=True)]
-            mine = join(parameter.rule, full, self.geometry, group.size(), group.rank())
-            with torch.no_grad():
-                parameter.tensor.copy_(mine)
+            shapes = hf_shapes(parameter, group.size(), self.geometry)
+            fill(parameter.tensor.detach(), parameter.rule, parameter.hf_names, shapes, self.geometry, group.size(),
+                 group.rank(), source)
 
     def owners(self) -> list[int]:
         """Global ranks that own parameters, in the order in which they export. Collective over all ranks."""
@@ -130,46 +131,30 @@ def _global_name(model, name: str) -> str:
     return re.sub(r"(?<=experts\.linear_fc[12]\.weight)(\d+)", lambda m: str(int(m[1]) + offset), name)
 
 
-def _hf_shapes(parameter: Parameter, parts: int, geometry: Geometry) -> list[tuple[int, ...]]:
+def hf_shapes(parameter: Parameter, parts: int, geometry: Geometry) -> list[tuple[int, ...]]:
     """Shapes of the full HF tensors behind a local parameter, worked out on the meta device by `split`."""
     shards = [torch.empty(parameter.tensor.shape, device="meta")] * parts
     return [tuple(t.shape) for t in split(parameter.rule, shards, geometry)]
 
 
-def save_hf(shard_map: ShardMap, folder: Path, model_dir: Path, max_bytes: int = 4 * 2**30) -> None:
-    """Write an HF checkpoint folder from all ranks (collective): each owner writes its own files, rank 0 the index.
+def save_hf(shard_map: ShardMap, folder: Path, model_dir: Path, max_bytes: int = saving.MAX_BYTES,
+            beside: dict[str, dict] | None = None) -> None:
+    """Write an HF checkpoint folder from all ranks (collective): each owner writes its own files, rank 0 the rest.
 
-    The folder appears by rename when complete; a crash leaves only `<folder>.partial`.
+    `beside`: more JSON files, by name. The folder appears by rename when complete; a crash leaves only
+    `<folder>.partial`. See weights/saving.py.
     """
-    partial = folder.with_name(folder.name + ".partial")
-    partial.mkdir(parents=True, exist_ok=True)
-    weight_map: dict[str, str] = {}
-    for owner in shard_map.owners():
-        _write_files(shard_map.export(owner), partial, weight_map, max_bytes)
-    maps: list = [None] * dist.get_world_size()
-    dist.all_gather_object(maps, weight_map)
+    partial = saving.partial_of(folder)
     if dist.get_rank() == 0:
-        merged = {name: file for part in maps for name, file in part.items()}
-        index = {"metadata": {}, "weight_map": dict(sorted(merged.items()))}
-        (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-        hf.copy_metadata(model_dir, partial)
-        partial.rename(folder)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
     dist.barrier()
-
-
-def _write_files(stream: Iterator[tuple[str, Tensor]], folder: Path, weight_map: dict[str, str], max_bytes: int):
-    """Write one owner's tensors to files of about `max_bytes`, noting in `weight_map` which file holds each."""
-    tensors: dict[str, Tensor] = {}
-
-    def write():
-        files = len(set(weight_map.values()))
-        file = f"model-{dist.get_rank():05d}-{files:05d}.safetensors"
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(tensors, file))
-        tensors.clear()
-    for name, tensor in stream:
-        tensors[name] = tensor.cpu().clone(memory_format=torch.contiguous_format)
-        if sum(t.nbytes for t in tensors.values()) >= max_bytes:
-            write()
-    if tensors:
-        write()
+    entries: dict[str, saving.Entry] = {}
+    for owner in shard_map.owners():
+        entries |= saving.write_files(shard_map.export(owner), partial, f"model-{owner:05d}", max_bytes)
+    parts: list = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, entries)
+    if dist.get_rank() == 0:
+        merged = {name: entry for part in parts for name, entry in part.items()}
+        saving.finish(folder, merged, model_dir, beside)
+    dist.barrier()

@@ -5,12 +5,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 from sao_megatron.config import CriticSection, RunConfig
 from sao_megatron.errors import UserError
 from sao_megatron.weights.families import family_of
-from sao_megatron.weights.hf import SafetensorsFolder, read_config
+from sao_megatron.weights.folder import SafetensorsFolder
+from sao_megatron.weights.hf import read_config
 from sao_megatron.weights.rules import Rule
 
 FILE = "value_head.json"
@@ -25,8 +25,9 @@ def describe(section: CriticSection) -> dict:
     return section.model_dump(include=fields)
 
 
-def save_description(section: CriticSection, folder: Path) -> None:
-    (folder / FILE).write_text(json.dumps(describe(section), indent=2) + "\n")
+def files(section: CriticSection) -> dict[str, dict]:
+    """What a critic's folder holds beside an HF model's files, by name."""
+    return {FILE: describe(section)}
 
 
 def check(config: RunConfig, hf_config: dict) -> None:
@@ -46,4 +47,4 @@ def check(config: RunConfig, hf_config: dict) -> None:
         if theirs.get(field) != hf_config[field]:
             raise UserError(f"critic.path: {folder} was made for another model: its {field} is {theirs.get(field)}, "
                             f"this model's is {hf_config[field]}")
-    SafetensorsFolder(folder)
+    SafetensorsFolder(folder).check()

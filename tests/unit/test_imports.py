@@ -10,7 +10,7 @@ PACKAGE = ROOT / "sao_megatron"
 # Lower may not import higher, and those of one level may not import each other.
 LEVELS = [
     {"cli"},
-    {"roles", "launcher", "pretraining"},
+    {"roles", "launcher", "pretraining", "conversion"},
     {"supervisor"},
     {"rollout", "learner"},
     {"weights", "telemetry"},

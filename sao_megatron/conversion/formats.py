@@ -1,0 +1,86 @@
+"""From an HF folder to a checkpoint of the learner, and back."""
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from sao_megatron.conversion.job import Job, write_whole
+from sao_megatron.errors import UserError
+from sao_megatron.learner.megatron_folder import WholeModel, join_parts, stored_dtype
+from sao_megatron.weights import hf, saving
+from sao_megatron.weights.families import family_of
+from sao_megatron.weights.folder import SafetensorsFolder
+from sao_megatron.weights.saving import Entry
+
+DTYPES = ("bfloat16", "float32")
+STATE = "state.json"
+
+
+def hf_to_megatron(source: Path, target: Path, dtype: str | None = None) -> None:
+    """Write the HF folder `source` as a checkpoint of the learner with a policy only, at step 0.
+
+    `dtype`: what the weights are stored as (default: the type that config.json names).
+    """
+    hf_config = hf.read_config(source)
+    family_of(hf_config)
+    tensors = SafetensorsFolder(source)
+    tensors.check()
+    dtype = dtype or _dtype_of(hf_config)
+    model = WholeModel(hf_config, getattr(torch, dtype))
+    job = Job(target, {"verb": "hf-to-megatron", "source": str(source.resolve()), "dtype": dtype}, model)
+    job.run(lambda part: model.write(part, tensors, job.partial))
+    if job.is_first:
+        saving.copy_beside(source, job.partial, dtype)
+        join_parts(job.partial, len(model.parts))
+        state = {"format": 1, "step": 0, "updates": 0, "parts": ["policy"], "hf_config": hf_config,
+                 "written": time.time()}
+        (job.partial / STATE).write_text(json.dumps(state, indent=2) + "\n")
+        job.complete()
+
+
+def megatron_to_hf(source: Path, target: Path, model_dir: Path | None = None) -> None:
+    """Write the policy of the learner's checkpoint `source` as an HF folder, in the type that it is stored in.
+
+    config.json and tokenizer come from `model_dir` (default: wherever the checkpoint says that the model lies).
+    """
+    model_dir = model_dir or model_directory(source)
+    model = WholeModel(hf.read_config(model_dir), stored_dtype(source))
+    job = Job(target, {"verb": "megatron-to-hf", "source": str(source.resolve())}, model)
+
+    def write(part: int) -> None:
+        entries = saving.write_files(iter(model.read(part, source).items()), job.partial, f"model-{part:05d}")
+        write_whole(job.partial / f"part-{part:05d}.json", {name: asdict(entry) for name, entry in entries.items()})
+    job.run(write)
+    if job.is_first:
+        entries = {}
+        for part in range(len(model.parts)):
+            path = job.partial / f"part-{part:05d}.json"
+            entries |= {name: Entry(**entry) for name, entry in json.loads(path.read_text()).items()}
+        job.complete(lambda: saving.finish(target, entries, model_dir))
+
+
+def model_directory(folder: Path) -> Path:
+    """Where config.json and tokenizer of a checkpoint lie: in it, or where the run of the learner has its model."""
+    if (folder / "config.json").is_file():
+        return folder
+    if not (folder / STATE).is_file():
+        raise UserError(f"{folder} has neither config.json nor {STATE}: it is no HF folder and no checkpoint of the "
+                        f"learner, or not a complete one")
+    path = json.loads((folder / STATE).read_text()).get("config", {}).get("model", {}).get("path")
+    model_dir = Path(path) if path else folder.resolve().parents[1] / "model"
+    if not (model_dir / "config.json").is_file():
+        raise UserError(f"{folder}: the model that it was trained from is not at {model_dir}: say where its "
+                        f"config.json and tokenizer are with --model")
+    return model_dir
+
+
+def _dtype_of(hf_config: dict) -> str:
+    named = hf_config.get("dtype") or hf_config.get("torch_dtype") or "bfloat16"
+    if named not in DTYPES:
+        raise UserError(f"config.json: the learner trains {' or '.join(DTYPES)}, this model is in {named}: choose one "
+                        f"with --dtype")
+    return named

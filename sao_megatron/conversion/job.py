@@ -1,0 +1,131 @@
+"""A conversion that any number of processes share and that goes on where it was stopped.
+
+Processes (RANK and WORLD_SIZE, as torchrun sets them) do not talk: process r takes the parts r, r + n, …, and they meet
+only in the target's `.partial` folder, where each finished part has a mark. The first process completes the folder.
+"""
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from sao_megatron.errors import RunError, UserError
+from sao_megatron.learner.megatron_folder import WholeModel
+from sao_megatron.telemetry.progress import Progress, duration
+from sao_megatron.weights import saving
+from sao_megatron.weights.saving import partial_of
+
+JOB = "conversion.json"
+WAIT_SECONDS = 3600.0
+"""How long the first process waits for the next part of another."""
+GIB = 2**30
+
+
+class Job:
+    """One conversion, of which this process does a share."""
+
+    def __init__(self, target: Path, what: dict, model: WholeModel):
+        self.rank, self.world = share()
+        self.is_first = self.rank == 0
+        self.target, self.model, self.partial = target, model, partial_of(target)
+        self.mine = [part for part in range(len(model.parts)) if part % self.world == self.rank]
+        if self.is_first and target.exists():
+            raise UserError(f"{target} exists: give another folder, or remove it")
+        if not self.is_first and self._is_mine_done():
+            self.mine = []
+            return
+        self.partial.mkdir(parents=True, exist_ok=True)
+        what |= {"parts": len(model.parts)}
+        path = self.partial / JOB
+        if not path.exists():
+            write_whole(path, what)
+        elif (found := json.loads(path.read_text())) != what:
+            raise UserError(f"{self.partial} holds the beginning of another conversion ({found}): remove it, or give "
+                            f"another target")
+
+    def _is_mine_done(self) -> bool:
+        """The first process may have completed the folder already, but only if this one's share was done."""
+        try:
+            marks = set(os.listdir(self.partial))
+        except FileNotFoundError:
+            return self.target.exists() or not self.mine
+        return all(self._mark(part).name in marks for part in self.mine)
+
+    def run(self, write: Callable[[int], None]) -> None:
+        """Do this process's parts that are not done yet; the first process then waits for the others'."""
+        todo = self._missing()
+        progress = _Bytes(self.model, todo, quiet=not self.is_first)
+        for part in self.mine:
+            if part in todo:
+                write(part)
+                self._mark(part).touch()
+                progress.show(self._missing())
+        last: list[int] = []
+        while self.is_first and (missing := self._missing()):
+            if missing != last:
+                last, deadline = missing, time.monotonic() + WAIT_SECONDS
+            if time.monotonic() > deadline:
+                raise RunError(f"process {missing[0] % self.world} did not finish part {missing[0]} of {self.target} "
+                               f"within {WAIT_SECONDS:.0f} s: start the same command again, it goes on from here")
+            progress.show(missing)
+            time.sleep(0.2)
+        progress.close()
+
+    def complete(self, rename: Callable[[], None] | None = None) -> None:
+        """Remove the marks and give the folder its name."""
+        for pattern in (JOB, "part-*.done", "part-*.json", "part-*.metadata"):
+            for path in self.partial.glob(pattern):
+                path.unlink()
+        if rename:
+            rename()
+        else:
+            saving.rename(self.partial, self.target)
+
+    def _missing(self) -> list[int]:
+        return [part for part in range(len(self.model.parts)) if not self._mark(part).exists()]
+
+    def _mark(self, part: int) -> Path:
+        return self.partial / f"part-{part:05d}.done"
+
+
+class _Bytes:
+    """Progress in bytes, with the time that is left."""
+
+    def __init__(self, model: WholeModel, todo: list[int], quiet: bool):
+        self.model, self.todo, self.quiet = model, todo, quiet
+        self.total = sum(map(model.bytes, range(len(model.parts))))
+        self.kept = self.total - sum(map(model.bytes, todo))
+        self.began = time.monotonic()
+        self.progress = None if quiet else Progress(len(model.parts))
+        if self.progress and self.kept:
+            self.progress.note(f"going on: {self._of_total(self.kept)} was written before")
+
+    def show(self, missing: list[int]) -> None:
+        if self.progress is None:
+            return
+        done = self.total - sum(map(self.model.bytes, missing))
+        seconds = time.monotonic() - self.began
+        left = (self.total - done) * seconds / (done - self.kept) if done > self.kept else None
+        self.progress.status(f"{self._of_total(done)} written" + ("" if left is None else f", left {duration(left)}"))
+
+    def _of_total(self, count: int) -> str:
+        unit, name = (GIB, "GiB") if self.total >= GIB else (GIB / 1024, "MiB")
+        return f"{count / unit:.2f} of {self.total / unit:.2f} {name}"
+
+    def close(self) -> None:
+        if self.progress:
+            self.progress.close()
+
+
+def share() -> tuple[int, int]:
+    """(this process, how many there are)."""
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def write_whole(path: Path, content: dict) -> None:
+    """Under its name only when it is whole; by several processes at once, if they write the same."""
+    unfinished = path.with_suffix(f".tmp{os.getpid()}")
+    unfinished.write_text(json.dumps(content))
+    unfinished.rename(path)

@@ -1,0 +1,205 @@
+"""Tensors of an HF checkpoint folder, by their per-expert names, read slice by slice and checked.
+
+Read as they come: safetensors in one file or many with an index; experts one by one or fused (transformers 5); float32,
+bfloat16, float16, and float8 with a scale per block (DeepSeek's), which is multiplied out.
+"""
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from sao_megatron.errors import UserError
+
+INDEX, SINGLE, CHECKSUMS = "model.safetensors.index.json", "model.safetensors", "checksums.json"
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""Stored types that are weights as they are; F8_E4M3 is one together with its scales."""
+_EXPERT = re.compile(r"(?P<block>.*)\.(?:mlp|block_sparse_moe)\.experts\.(?P<expert>\d+)"
+                     r"\.(?P<part>gate_proj|up_proj|down_proj|w1|w3|w2)\.weight")
+_FUSED = re.compile(r"(?P<block>.*)\.mlp\.experts\.(?P<part>gate_up_proj|down_proj)")
+_HALF = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1}
+_MAPPED_BYTES = 16 * 2**20  # a file's pages count as this process's memory until it is closed
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor lies: a file, the name there, and what of that is meant (expert, half of gate and up)."""
+
+    file: str
+    stored: str
+    expert: int | None = None
+    half: int | None = None
+
+
+class SafetensorsFolder:
+    """A TensorSource. `bytes_read` counts what was asked of the files."""
+
+    def __init__(self, folder: Path):
+        """Opens no file of tensors; `check` does."""
+        self.folder = Path(folder)
+        self.bytes_read = self._mapped = 0
+        self._open: tuple[str, safe_open] | None = None
+        self._file_of = self._read_index()
+        self._checksums = self._read_json(CHECKSUMS).get("tensors", {}) if (self.folder / CHECKSUMS).is_file() else {}
+        self._block = self._block_size()
+
+    @property
+    def is_quantized(self) -> bool:
+        return self._block is not None
+
+    def check(self) -> None:
+        """Open every file and look for every tensor that the index names. Raises UserError naming file and tensor."""
+        for name, file in sorted(self._file_of.items(), key=lambda item: item[1]):
+            self._stored_slice(Place(file, name))
+        self._open = None
+
+    def names(self) -> list[str]:
+        """Every tensor, by per-expert names, without the scales of float8."""
+        found: list[str] = []
+        for stored in sorted(name for name in self._file_of if not name.endswith("_scale_inv")):
+            match = _FUSED.fullmatch(stored)
+            if match is None:
+                found.append(stored)
+                continue
+            experts = self._shape(Place(self._file_of[stored], stored))[0]
+            parts = ("gate_proj", "up_proj") if match["part"] == "gate_up_proj" else ("down_proj",)
+            found += [f"{match['block']}.mlp.experts.{e}.{part}.weight" for e in range(experts) for part in parts]
+        return found
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the full tensor `name`."""
+        place = self._place(name)
+        shape = self._shape(place)
+        if place.expert is not None:
+            shape = shape[1:]
+        return shape if place.half is None else (shape[0] // 2, *shape[1:])
+
+    def get(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...] = ()) -> Tensor:
+        """Part `index` of the tensor `name`, of full shape `shape`; in its stored type, float8 as float32."""
+        place = self._place(name)
+        stored = self._stored_slice(place)
+        if stored.get_dtype() not in (*DTYPES, "F8_E4M3"):
+            raise UserError(f"{self.folder / place.file}: tensor {place.stored} has type {stored.get_dtype()}; weights "
+                            f"are read from {', '.join(DTYPES)} and from F8_E4M3 with scales")
+        if (found := self.shape(name)) != tuple(shape):
+            raise UserError(f"{self.folder / place.file}: tensor {place.stored} has shape {self._shape(place)}, "
+                            f"config.json asks for {tuple(shape)}" + (f" for {name}" if place.stored != name else ""))
+        index = [slice(*part.indices(size)) for part, size in zip(
+            (*index, *[slice(None)] * (len(found) - len(index))), found, strict=True)]
+        if place.half is not None:
+            rows = found[0] * place.half
+            index[0] = slice(index[0].start + rows, index[0].stop + rows)
+        tensor = stored[(*([] if place.expert is None else [place.expert]), *index)]
+        self.bytes_read += tensor.nbytes
+        self._mapped += tensor.nbytes
+        if stored.get_dtype() == "F8_E4M3":
+            return self._scaled(tensor, place, index, self._shape(place))
+        return tensor
+
+    def verify_checksum(self, name: str) -> None:
+        """Compare the tensor with checksums.json, where the folder has one (ours do). Raises UserError."""
+        place = self._place(name)
+        if (expected := self._checksums.get(place.stored)) is None:
+            return
+        tensor = self._opened(place.file).get_tensor(place.stored)
+        self._mapped += tensor.nbytes
+        if (found := checksum(tensor)) != expected:
+            raise UserError(f"{self.folder / place.file}: the data of tensor {place.stored} are damaged (checksum "
+                            f"{found}, {CHECKSUMS} says {expected}): copy or export this checkpoint again")
+
+    def _read_index(self) -> dict[str, str]:
+        if (self.folder / INDEX).is_file():
+            files = self._read_json(INDEX).get("weight_map")
+            if not isinstance(files, dict):
+                raise UserError(f"{self.folder / INDEX} has no weight_map: it is not an index of safetensors files")
+            for name, file in files.items():
+                if not (self.folder / file).is_file():
+                    raise UserError(f"{self.folder / file} does not exist; the index names it for tensor {name}: copy "
+                                    f"the missing file, or the whole checkpoint again")
+            return files
+        if (self.folder / SINGLE).is_file():
+            return dict.fromkeys(self._opened(SINGLE).keys(), SINGLE)
+        raise UserError(f"{self.folder} holds no {SINGLE} and no {INDEX}: convert the checkpoint to safetensors first")
+
+    def _read_json(self, name: str) -> dict:
+        try:
+            content = json.loads((self.folder / name).read_text())
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise UserError(f"{self.folder / name} is not valid JSON: {error}") from None
+        if not isinstance(content, dict):
+            raise UserError(f"{self.folder / name}: expected a JSON object, found {type(content).__name__}")
+        return content
+
+    def _block_size(self) -> tuple[int, int] | None:
+        """Rows and columns that share a scale in a float8 checkpoint; None if this is none. Refuses other kinds."""
+        quantized = (self._read_json("config.json").get("quantization_config")
+                     if (self.folder / "config.json").is_file() else None)
+        if not quantized:
+            return None
+        method, block = quantized.get("quant_method"), quantized.get("weight_block_size")
+        if method != "fp8" or not block:
+            raise UserError(f"{self.folder / 'config.json'}: weights quantised by {method!r} (block {block}) cannot be "
+                            f"read; only 'fp8' with a weight_block_size can: use the unquantised checkpoint")
+        return block[0], block[1]
+
+    def _place(self, name: str) -> Place:
+        if name in self._file_of:
+            return Place(self._file_of[name], name)
+        if match := _EXPERT.fullmatch(name):
+            half = _HALF.get(match["part"])
+            fused = f"{match['block']}.mlp.experts.{'down_proj' if half is None else 'gate_up_proj'}"
+            if fused in self._file_of:
+                place = Place(self._file_of[fused], fused, int(match["expert"]), half)
+                if place.expert >= self._shape(place)[0]:
+                    raise UserError(f"{self.folder / place.file}: tensor {fused} has {self._shape(place)[0]} experts; "
+                                    f"config.json asks for more ({name})")
+                return place
+        renamed = name.replace(".block_sparse_moe.", ".mlp.")  # Mixtral's router, as transformers 5 calls it
+        if renamed in self._file_of:
+            return Place(self._file_of[renamed], renamed)
+        raise UserError(f"{self.folder}: tensor {name} is missing; config.json asks for it, but "
+                        f"{INDEX if (self.folder / INDEX).is_file() else SINGLE} does not name it")
+
+    def _scaled(self, tensor: Tensor, place: Place, index: list[slice], shape: tuple[int, ...]) -> Tensor:
+        """float32 of part `index` of a float8 matrix: each block times its scale."""
+        scale = f"{place.stored}_scale_inv"
+        if self._block is None or scale not in self._file_of or place.expert is not None:
+            raise UserError(f"{self.folder / place.file}: tensor {place.stored} is float8 without block scales: "
+                            f"expected a tensor {scale}, and weight_block_size in config.json")
+        blocks = tuple(-(-size // block) for size, block in zip(shape, self._block, strict=True))
+        part = tuple(slice(i.start // block, -(-i.stop // block)) for i, block in zip(index, self._block, strict=True))
+        scales = self.get(scale, blocks, part).float()
+        for dim, (i, block) in enumerate(zip(index, self._block, strict=True)):
+            scales = scales.repeat_interleave(block, dim).narrow(dim, i.start % block, i.stop - i.start)
+        return tensor.float() * scales
+
+    def _shape(self, place: Place) -> tuple[int, ...]:
+        return tuple(self._stored_slice(place).get_shape())
+
+    def _stored_slice(self, place: Place):
+        """safetensors' slice object of a stored tensor."""
+        try:
+            return self._opened(place.file).get_slice(place.stored)
+        except SafetensorError:
+            raise UserError(f"{self.folder / place.file}: tensor {place.stored} is missing, the index says it is "
+                            f"there: one of the two is damaged, or from another checkpoint") from None
+
+    def _opened(self, file: str):
+        if self._open is None or self._open[0] != file or self._mapped > _MAPPED_BYTES:
+            try:
+                self._open, self._mapped = (file, safe_open(self.folder / file, framework="pt")), 0
+            except (SafetensorError, OSError) as error:
+                raise UserError(f"{self.folder / file} is not a readable safetensors file (truncated or damaged?): "
+                                f"{error}") from None
+        return self._open[1]
+
+
+def checksum(tensor: Tensor) -> str:
+    """CRC-32 of a tensor's bytes, in hexadecimal."""
+    return f"{zlib.crc32(tensor.contiguous().flatten().view(torch.uint8).numpy()):08x}"

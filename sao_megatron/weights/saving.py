@@ -1,0 +1,128 @@
+"""Writing an HF checkpoint folder so that a crash never leaves one that looks complete.
+
+Everything goes into `<folder>.partial`: tensors first, each file under its own name only once it is on the disk, then
+checksums, tokenizer and config.json, the index last; then the folder is renamed.
+"""
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from sao_megatron.weights.folder import CHECKSUMS, INDEX, checksum
+
+MAX_BYTES = 4 * 2**30
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt",
+                   "chat_template.jinja", "generation_config.json", "tokenizer.model")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What the index and checksums.json say of one tensor."""
+
+    file: str
+    dtype: str
+    bytes: int
+    checksum: str
+
+
+def partial_of(folder: Path) -> Path:
+    return folder.with_name(folder.name + ".partial")
+
+
+def write_files(stream: Iterator[tuple[str, Tensor]], partial: Path, prefix: str,
+                max_bytes: int = MAX_BYTES) -> dict[str, Entry]:
+    """Write a stream to files `<prefix>-00000.safetensors` … of about `max_bytes`, of which one is held in memory."""
+    entries: dict[str, Entry] = {}
+    tensors: dict[str, Tensor] = {}
+    count = held = 0
+
+    def write() -> None:
+        nonlocal count, held
+        file = f"{prefix}-{count:05d}.safetensors"
+        _write_file(tensors, partial / file)
+        entries.update({name: Entry(file, str(t.dtype).removeprefix("torch."), t.nbytes, checksum(t))
+                        for name, t in tensors.items()})
+        tensors.clear()
+        count, held = count + 1, 0
+
+    for name, tensor in stream:
+        if held and held + tensor.nbytes > max_bytes:
+            write()
+        tensors[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        held += tensor.nbytes
+    if tensors:
+        write()
+    return entries
+
+
+def _write_file(tensors: dict[str, Tensor], path: Path) -> None:
+    unfinished = path.with_suffix(".tmp")
+    save_file(tensors, unfinished, metadata={"format": "pt"})
+    unfinished.chmod(0o644)  # safetensors lets only the owner read
+    _sync(unfinished)
+    unfinished.rename(path)
+
+
+def finish(folder: Path, entries: dict[str, Entry], model_dir: Path, beside: dict[str, dict] | None = None) -> None:
+    """Complete `<folder>.partial`, whose tensors are `entries`, with what `model_dir` has beside its own and with the
+    JSON files `beside`, and rename it. A folder that is already there is replaced."""
+    partial = partial_of(folder)
+    entries = dict(sorted(entries.items()))
+    _write_json(partial / CHECKSUMS, {"algorithm": "crc32", "tensors": {n: e.checksum for n, e in entries.items()}})
+    copy_beside(model_dir, partial, max(entries.values(), key=lambda entry: entry.bytes).dtype)
+    for name, content in (beside or {}).items():
+        _write_json(partial / name, content)
+    _write_json(partial / INDEX, {"metadata": {"total_size": sum(e.bytes for e in entries.values())},
+                                  "weight_map": {name: e.file for name, e in entries.items()}})
+    rename(partial, folder)
+
+
+def copy_beside(model_dir: Path, target: Path, dtype: str) -> None:
+    """Copy tokenizer and config.json, the latter as that of a model stored in `dtype`."""
+    for name in TOKENIZER_FILES:
+        if (model_dir / name).is_file():
+            shutil.copy(model_dir / name, target / name)
+    hf = json.loads((model_dir / "config.json").read_text())
+    _write_json(target / "config.json", exported_config(hf, dtype))
+
+
+def rename(partial: Path, folder: Path) -> None:
+    """Give a folder its name when all that it holds is on the disk; what had that name before is replaced."""
+    for path in partial.iterdir():
+        _sync(path)
+    _sync(partial)
+    replaced = folder.with_name(folder.name + ".replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if folder.exists():
+        folder.rename(replaced)  # deleting takes a while: a crash meanwhile must not leave half of it under its name
+    partial.rename(folder)
+    _sync(folder.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def exported_config(hf: dict, dtype: str) -> dict:
+    """config.json of a model written in `dtype` (what was read as float8 too), without layers for multi-token
+    prediction, which are not loaded."""
+    exported = {key: value for key, value in hf.items() if key != "quantization_config"}
+    exported["dtype" if "dtype" in hf else "torch_dtype"] = dtype
+    return exported | ({"num_nextn_predict_layers": 0} if "num_nextn_predict_layers" in hf else {})
+
+
+def _write_json(path: Path, content: dict) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file, or a folder's list of files, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,96 @@
+"""Runs tools/convert.py's commands in one process (imports cost more than they do) and writes what each answered."""
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+import convert  # noqa: E402
+
+from sao_megatron.learner import megatron_folder  # noqa: E402
+
+
+def answer(*arguments: str, rank: int = 0, world: int = 1) -> dict:
+    """Exit code and output of one command, as process `rank` of `world`."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world)}
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = convert.main(list(arguments))
+    return {"code": code, "out": out.getvalue(), "err": err.getvalue()}
+
+
+def interrupted(source: Path, target: Path) -> dict:
+    """kill -9 when the fourth part is written and not yet marked, then the same command again; which of the first three
+    it did not write again."""
+    child = os.fork()
+    if child == 0:
+        write = megatron_folder.WholeModel.write
+
+        def write_and_die(model, part, *arguments):
+            write(model, part, *arguments)
+            if part == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+        megatron_folder.WholeModel.write = write_and_die
+        convert.main(["hf-to-megatron", str(source), str(target)])
+    os.waitpid(child, 0)
+    partial = target.with_name(target.name + ".partial")
+    before = {mark.with_suffix(".distcp").name: mark.with_suffix(".distcp").stat().st_mtime_ns
+              for mark in partial.glob("part-*.done")}
+    left = target.exists()
+    result = answer("hf-to-megatron", str(source), str(target))
+    return result | {"existed": left, "kept": [(target / name).stat().st_mtime_ns == when
+                                               for name, when in before.items()]}
+
+
+def main(folder: Path) -> None:
+    megatron_folder.PART_BYTES = 60_000
+    found = {}
+
+    def run(name: str, *arguments, **share) -> None:
+        found[name] = answer(*[str(folder / a) if not a.startswith("-") and i and arguments[i - 1] != "--dtype" else a
+                               for i, a in enumerate(arguments)], **share)
+    run("there", "hf-to-megatron", "single", "meg")
+    run("back", "megatron-to-hf", "meg", "hf")
+    run("equal", "verify", "single", "meg")
+    run("whole", "verify", "hf")
+    run("fused", "hf-to-megatron", "fused", "meg-fused")
+    run("fused equal", "verify", "meg", "meg-fused")
+    run("float8", "hf-to-megatron", "float8", "meg-float8")
+    run("float8 back", "megatron-to-hf", "meg-float8", "hf-float8")
+    run("rounded", "hf-to-megatron", "single", "meg-bf16", "--dtype", "bfloat16")
+    run("rounded equal", "verify", "single", "meg-bf16")
+    run("second of two", "hf-to-megatron", "single", "meg-two", rank=1, world=2)
+    found["before the first"] = (folder / "meg-two").exists()
+    run("first of two", "hf-to-megatron", "single", "meg-two", world=2)
+    run("late second", "hf-to-megatron", "single", "meg-two", rank=1, world=2)
+    run("two equal", "verify", "meg", "meg-two")
+    run("mixtral equal", "verify", "mixtral", "mixtral-fused")
+    run("altered", "verify", "single", "altered")
+    run("altered megatron", "verify", "altered", "meg")
+    run("exists", "hf-to-megatron", "single", "meg")
+    run("nothing", "hf-to-megatron", "nowhere", "x")
+    run("no checkpoint", "megatron-to-hf", "empty", "x")
+    run("no tensors", "megatron-to-hf", "single", "x")
+    found["killed"] = interrupted(folder / "single", folder / "meg-killed")
+    run("killed equal", "verify", "single", "meg-killed")
+    for file in (folder / "meg-killed").glob("part-00003.distcp"):
+        file.write_bytes(file.read_bytes()[:1000])
+    run("damaged", "verify", "single", "meg-killed")
+    shutil.copytree(folder / "hf", folder / "hf-flipped")
+    flip = next((folder / "hf-flipped").glob("model-00002*"))
+    data = bytearray(flip.read_bytes())
+    data[-1] ^= 16
+    flip.write_bytes(data)
+    run("flipped", "verify", "hf-flipped")
+    run("flipped there", "hf-to-megatron", "hf-flipped", "x2")
+    (folder / "answers.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

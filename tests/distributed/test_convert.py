@@ -1,0 +1,212 @@
+"""A model through every format: HF folders in all forms, every layout of ranks, the learner's checkpoints, and back."""
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from reference import make_model
+from safetensors.torch import load_file, save_file
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+LAYOUTS = ("tp2", "ep2", "tp2ep2", "tp2etp2", "pp2")  # of folder_worker.py
+BLOCK = 32
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor in a folder's files, read by the safetensors library alone."""
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]) for name in a)
+
+
+def fuse(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The experts as transformers 5 holds them."""
+    fused = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for layer in range(2):
+        def stack(part, block=f"model.layers.{layer}.mlp.experts"):
+            return torch.stack([tensors[f"{block}.{e}.{part}_proj.weight"] for e in range(8)])
+        fused[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = torch.cat([stack("gate"), stack("up")], 1)
+        fused[f"model.layers.{layer}.mlp.experts.down_proj"] = stack("down")
+    return fused
+
+
+def renamed(name: str, names: dict[str, str]) -> str:
+    for new, old in names.items():
+        name = name.replace(new, old)
+    return name
+
+
+def quantise(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """(float8 tensors with a scale per block, what they stand for in bfloat16)."""
+    stored, meant = {}, {}
+    for name, tensor in tensors.items():
+        if ".experts." not in name and "self_attn" not in name or "norm" in name:
+            stored[name] = meant[name] = tensor.bfloat16()
+            continue
+        scale = torch.rand(-(-tensor.shape[0] // BLOCK), -(-tensor.shape[1] // BLOCK)) + 0.01
+        spread = scale.repeat_interleave(BLOCK, 0)[:tensor.shape[0]].repeat_interleave(BLOCK, 1)[:, :tensor.shape[1]]
+        stored[name] = (tensor / spread).to(torch.float8_e4m3fn)
+        stored[name + "_scale_inv"] = scale
+        meant[name] = (stored[name].float() * spread).bfloat16()
+    return stored, meant
+
+
+def write(folder: Path, model: Path, tensors: dict[str, torch.Tensor], files: int = 3, **config) -> None:
+    folder.mkdir()
+    names = sorted(tensors)
+    weight_map = {name: f"model-{i * files // len(names)}.safetensors" for i, name in enumerate(names)}
+    for file in set(weight_map.values()):
+        save_file({name: tensors[name] for name in names if weight_map[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (folder / "config.json").write_text(json.dumps(json.loads((model / "config.json").read_text()) | config))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """The folder of everything, the original tensors, and what float8 ones stand for."""
+    folder = tmp_path_factory.mktemp("convert")
+    make_model(folder / "single")
+    original = tensors_of(folder / "single")
+    write(folder / "fused", folder / "single", fuse(original))
+    stored, meant = quantise(original)
+    write(folder / "float8", folder / "single", stored, dtype="bfloat16", quantization_config={
+        "quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]})
+    shutil.copytree(folder / "single", folder / "altered")
+    altered = dict(original)
+    altered["model.layers.1.mlp.gate.weight"] = original["model.layers.1.mlp.gate.weight"].clone()
+    altered["model.layers.1.mlp.gate.weight"][3, 17] += 0.5
+    altered["model.extra"] = torch.ones(1)
+    save_file(altered, folder / "altered" / "model.safetensors")
+    (folder / "empty").mkdir()
+    write(folder / "mixtral-fused", folder / "single", fuse(original))
+    old = {".mlp.": ".block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    write(folder / "mixtral", folder / "single", {renamed(name, old): t for name, t in original.items()})
+    return folder, original, meant
+
+
+@pytest.fixture(scope="module")
+def answers(made):
+    """What tools/convert.py answered to the commands of convert_worker.py."""
+    done = subprocess.run([sys.executable, str(Path(__file__).with_name("convert_worker.py")), str(made[0])],
+                          env=ENVIRONMENT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=500)
+    assert done.returncode == 0, done.stdout[-6000:]
+    return json.loads((made[0] / "answers.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def layouts(made, answers, run_ranks):
+    """Bytes (read, own) of both ranks by layout."""
+    run_ranks("folder_worker.py", 2, str(made[0]), timeout=500)
+    return json.loads((made[0] / "read.json").read_text())
+
+
+def test_there_and_back_is_bitwise_the_same(made, answers):
+    """If this fails, converting a checkpoint changes its weights."""
+    folder, original, _ = made
+    assert answers["there"]["code"] == answers["back"]["code"] == 0, answers["back"]["err"]
+    assert same(tensors_of(folder / "hf"), original)
+    assert json.loads((folder / "hf" / "config.json").read_text()) == json.loads(
+        (folder / "single" / "config.json").read_text())
+
+
+def test_progress_has_an_eta(answers):
+    """If this fails, a conversion of hours says nothing of how long it takes."""
+    assert re.search(r"[\d.]+ of [\d.]+ MiB written, left \d+s", answers["there"]["out"])
+
+
+@pytest.mark.parametrize("name", ["equal", "whole", "fused equal", "rounded equal", "two equal", "killed equal",
+                                  "mixtral equal"])
+def test_verify_finds_no_difference(answers, name):
+    """If one fails: verify cries wolf (Mixtral's two spellings), or that way of converting (fused experts, rounding,
+    several processes, a conversion that was killed) gives other weights."""
+    assert answers[name]["code"] == 0, answers[name]
+    assert " 0 differ" in answers[name]["out"] or " 0 damaged" in answers[name]["out"]
+
+
+def test_float8_is_multiplied_out(made, answers):
+    """If this fails, a DeepSeek-style FP8 checkpoint becomes another model."""
+    folder, _, meant = made
+    assert answers["float8 back"]["code"] == 0, answers["float8"]["err"] + answers["float8 back"]["err"]
+    assert same(tensors_of(folder / "hf-float8"), meant)
+    config = json.loads((folder / "hf-float8" / "config.json").read_text())
+    assert "quantization_config" not in config and "bfloat16" in (config.get("dtype"), config.get("torch_dtype"))
+
+
+def test_processes_share_a_conversion(answers):
+    """If this fails, the folder appears before every process is done, one of them does everything, or a process that
+    starts when all is done (its share was, before a restart) fails."""
+    assert [answers[name]["code"] for name in ("second of two", "first of two", "late second")] == [0, 0, 0]
+    assert not answers["before the first"] and "written before" in answers["first of two"]["out"]
+
+
+def test_a_killed_conversion_goes_on(answers):
+    """If this fails, kill −9 leaves a folder that looks complete, or hours of work are done again."""
+    killed = answers["killed"]
+    assert not killed["existed"] and killed["code"] == 0 and killed["kept"] == [True] * 3
+    assert "going on" in killed["out"]
+
+
+@pytest.mark.parametrize("name", ["altered", "altered megatron"])
+def test_verify_says_what_differs(answers, name):
+    """If this fails, a wrong weight goes unnoticed, or nobody can find it."""
+    out = answers[name]["out"]
+    assert answers[name]["code"] == 1
+    assert "model.layers.1.mlp.gate.weight: 1 of 512 elements differ, first at [3, 17]" in out
+    assert "largest difference 0.5" in out and "model.extra: only in" in out and "2 differ" in out
+
+
+@pytest.mark.parametrize("name, code, parts", [
+    ("exists", 2, ["meg exists"]), ("nothing", 2, ["nowhere has no config.json"]),
+    ("no checkpoint", 2, ["empty has neither config.json nor state.json"]),
+    ("no tensors", 2, ["single is no checkpoint of the learner"]),
+    ("damaged", 2, ["meg-killed: the tensors model.", "damaged"]),
+    ("flipped there", 2, ["model-00002-00000.safetensors: the data of tensor", "are damaged"])])
+def test_faults_are_one_sentence(answers, name, code, parts):
+    """If one fails, somebody with a broken checkpoint gets a traceback, or a converted checkpoint that is wrong."""
+    assert answers[name]["code"] == code
+    assert answers[name]["err"].startswith("convert: ") and answers[name]["err"].count("\n") == 1
+    assert all(part in answers[name]["err"] for part in parts), answers[name]["err"]
+
+
+def test_a_flipped_bit_is_found(answers):
+    """If this fails, checksums are written but mean nothing."""
+    assert answers["flipped"]["code"] == 1 and "are damaged (checksum" in answers["flipped"]["out"]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_reads_its_part_and_saves_the_whole(made, layouts, name):
+    """If this fails, an export differs from the checkpoint it came from, or every rank reads the whole model."""
+    folder, original, _ = made
+    assert same(tensors_of(folder / f"saved-{name}"), original)
+    assert all(read == own for read, own in layouts[name])
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_loads_a_converted_checkpoint(made, layouts, name):
+    """If this fails, the learner starts from other weights than those that were converted."""
+    assert same(tensors_of(made[0] / f"converted-{name}"), made[1])
+
+
+def test_the_rank_that_owns_damaged_weights_refuses_them(layouts):
+    """If this fails, a checkpoint with a flipped bit is trained. Of two pipeline stages, the last has the damage."""
+    first, last = layouts["damaged"]
+    assert first == "" and "model-00001" in last and "are damaged (checksum" in last
+
+
+def test_a_learners_checkpoint_becomes_hf(made, layouts):
+    """If this fails, what was trained on several ranks cannot be taken home. The real command, without a terminal."""
+    done = subprocess.run([sys.executable, str(ROOT / "tools" / "convert.py"), "megatron-to-hf",
+                           str(made[0] / "step-00000007"), str(made[0] / "home")], env=ENVIRONMENT, text=True,
+                          capture_output=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert same(tensors_of(made[0] / "home"), made[1])
