@@ -253,6 +253,16 @@ class PublicationSection(Section):
     float32 ones by less than 1e-5."""
 
 
+class TokensSection(Section):
+    trajectories: int = Field(8, ge=0)
+    """Trajectories a step whose every token is recorded: a seeded sample, and in a quarter of the places those of which
+    the gate dropped most; 0 = no records."""
+    every: int = Field(1, ge=1)
+    """Steps from one record to the next."""
+    limit_mb: float = Field(256.0, gt=0)
+    """Most megabytes of a run's records; beyond, every second of the older files is deleted."""
+
+
 class RunConfig(Section):
     name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9._-]+$")
     """Run name; outputs go to `runs_dir/name`."""
@@ -273,6 +283,7 @@ class RunConfig(Section):
     evaluation: EvaluationSection = EvaluationSection()
     engine: EngineSection = EngineSection()
     publication: PublicationSection = PublicationSection()
+    tokens: TokensSection = TokensSection()
 
     @property
     def run_dir(self) -> Path:
