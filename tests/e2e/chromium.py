@@ -33,8 +33,8 @@ class Chromium:
         command = [EXECUTABLE, "--headless=new", "--disable-gpu", "--no-first-run", "--disable-dev-shm-usage",
                    "--hide-scrollbars", "--remote-debugging-port=0", f"--user-data-dir={self._profile}",
                    f"--window-size={self._size[0]},{self._size[1]}", *(["--no-sandbox"] if os.geteuid() == 0 else [])]
-        self._process = subprocess.Popen([*command, "about:blank"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                                         start_new_session=True)
+        self._process = subprocess.Popen([*command, "about:blank"], stdout=subprocess.DEVNULL,
+                                         stderr=subprocess.DEVNULL, start_new_session=True)
         try:
             await self._connect(await self._port())
         except BaseException:

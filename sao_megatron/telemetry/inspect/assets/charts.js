@@ -8,7 +8,7 @@ function figure(title, unit, series, picture) {
     el("div", { class: "keys" }, ...series.map(key)), picture);
 }
 
-/** series: [{name, colour: css variable, mark: line | thin, x, y}]; `pick(x)` is called with the step clicked. */
+/** series: [{name, colour: css variable, mark: line, with fine or thin, x, y}]; `pick(step)` is called where one is clicked. */
 function lineChart({ title, unit, series, include = [], form = shown, pick }) {
   const xs = series.flatMap((one) => [one.x[0], one.x.at(-1)]), ys = extent(series.map((one) => one.y), include);
   const x = scale(Math.min(...xs), Math.max(...xs), LEFT, RIGHT), y = scale(...ys, BOTTOM, TOP);
@@ -16,7 +16,7 @@ function lineChart({ title, unit, series, include = [], form = shown, pick }) {
   const cursor = svg("line", { class: "cursor", y1: TOP, y2: BOTTOM, visibility: "hidden" });
   const picture = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": `${title}, ${unit}` },
     yAxis(y, ys, LEFT, RIGHT, 4, form), xAxis(x, marks, BOTTOM, "optimizer step", RIGHT),
-    ...series.map((one) => svg("path", { class: `line ${one.mark}`, style: `stroke: var(${one.colour})`,
+    ...series.map((one) => svg("path", { class: one.mark, style: `stroke: var(${one.colour})`,
       d: linePath(one.x.map(x), one.y.map((value) => (value === null ? NaN : y(value)))) })), cursor);
   const readout = el("p", { class: "readout" }, "\u00a0");
   const step = (event) => {

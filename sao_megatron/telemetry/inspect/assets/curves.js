@@ -54,9 +54,9 @@ class Curves {
 
   #panels() {
     const all = [
-      { title: "value", more: "return", lines: ["value", "return"], include: [0] },
-      { title: "advantage", bars: "advantage", include: [0] },
-      { title: "log ratio", dots: "log_ratio", include: [0] }];
+      { title: "value", more: "┄ return, in units of reward", lines: ["value", "return"], include: [0] },
+      { title: "advantage", more: "in units of reward", bars: "advantage", include: [0] },
+      { title: "log ratio", more: "nats", dots: "log_ratio", include: [0] }];
     return all.filter(({ lines, bars, dots }) => this.#values(lines?.[0] ?? bars ?? dots).some(Number.isFinite));
   }
 
@@ -64,7 +64,7 @@ class Curves {
     const names = [...lines, bars, dots].filter(Boolean), bounds = extent(names.map((name) => this.#values(name)), include);
     const y = scale(...bounds, top + PANEL, top), x = this.x;
     const label = svg("text", { x: MARGIN, y: top - 6, class: "panel-title" }, title);
-    if (more) label.append(svg("tspan", { class: "muted" }, `   ┄ ${more}`));
+    label.append(svg("tspan", { class: "muted", dx: 8 }, more));
     const parts = [yAxis(y, bounds, MARGIN, right, 3), label];
     lines.forEach((name, index) => parts.push(svg("path", { class: index ? "line dashed" : "line",
       style: `stroke: var(${index ? "--muted" : "--first"})`, d: linePath(this.actions.map((_, at) => x(at)), this.#values(name).map(y)) })));

@@ -60,7 +60,7 @@ function shown(value) {
   if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";
   const size = Math.abs(value);
   const text = Number.isInteger(value) && size < 1e12 ? value.toLocaleString("en")
-    : size < 1e-3 || size >= 1e5 ? value.toExponential(2) : String(Number(value.toPrecision(4)));
+    : size < 1e-4 || size >= 1e5 ? value.toExponential(2) : String(Number(value.toPrecision(4)));
   return text.replace("-", "−");
 }
 

@@ -33,7 +33,7 @@ function stepChart(chart, runs, pick) {
     .filter(([metric]) => run.series[metric].some((value) => value !== null))
     .filter(([metric]) => metric !== "mask/recovered" || run.series[metric].some((value) => value > 0))
     .map(([metric, name, colour]) => ({ name: runs.length > 1 ? `${name}, ${run.name}` : name, colour,
-      mark: index ? "thin" : "line", x: run.steps, y: run.series[metric] })));
+      mark: index ? "line thin" : colour === "--second" ? "line fine" : "line", x: run.steps, y: run.series[metric] })));
   return series.length ? lineChart({ ...chart, series, pick }) : null;
 }
 

@@ -32,7 +32,12 @@ function start(records) {
     if (finder.current < 0) finder.move(0);
     else reader.curves.draw();
   };
-  const pickStep = (step) => { finder.onlyStep(step); read(); finder.current = -1; finder.move(0); };
+  const recorded = records.trajectories.step;
+  const pickStep = (step) => {
+    finder.onlyStep(recorded.reduce((best, one) => (Math.abs(one - step) < Math.abs(best - step) ? one : best)));
+    read();
+    finder.select(finder.order[0]);
+  };
   const step = (by) => { const opened = finder.current >= 0; read(); if (opened) finder.move(by); };
   drawOverview(records, pickStep);
 
