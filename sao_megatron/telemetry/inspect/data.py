@@ -124,10 +124,6 @@ def by_task(run: Run) -> list[Group]:
     return [group for code, name in enumerate(names) if (group := _group(run, name, codes == code)).tokens]
 
 
-def overall(run: Run) -> Group:
-    return _group(run, "all", True)
-
-
 def _group(run: Run, name: str, rows) -> Group:
     rows = run.sampled & rows
     fate, weight = run.fates[rows], run.column("weight")[rows].astype(float)
@@ -154,8 +150,9 @@ def most_dropped(run: Run, count: int) -> list[Word]:
     low, high = np.bincount(ids[fates == 1], minlength=size), np.bincount(ids[fates == 2], minlength=size)
     total = np.bincount(ids, minlength=size)
     order = np.argsort(-(low + high), kind="stable")[:count]
+    known, first = np.unique(run.column("token_id"), return_index=True)
     codes, words = run.codes("token")
-    text = {id: words[code] for id, code in zip(run.column("token_id"), codes, strict=True)}
+    text = {id: words[codes[row]] for id, row in zip(known.tolist(), first, strict=True)}
     return [Word(text[id], int(id), int(low[id]), int(high[id]), int(total[id])) for id in order if low[id] + high[id]]
 
 

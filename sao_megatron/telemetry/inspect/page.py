@@ -60,7 +60,7 @@ def _overview(run: Run) -> dict:
     fates = run.fates[run.sampled]
     return {"name": run.name, "preset": run.config.algorithm.preset, "task": run.config.task.name,
             "steps": [row.step for row in run.steps], "series": series,
-            "lag": [group._asdict() for group in data.by_lag(run)], "overall": data.overall(run)._asdict(),
+            "lag": [group._asdict() for group in data.by_lag(run)],
             "ratio_edges": _LOG_RATIO_EDGES.round(2).tolist(),
             "ratio_counts": [np.histogram(log_ratio[fates == index], _LOG_RATIO_EDGES)[0].tolist()
                              for index in range(len(data.FATES))],

@@ -28,13 +28,15 @@ def report(run: Run, other: Run | None = None, console: Console | None = None) -
                       f"{len(recorded):,} trajectories recorded ({recorded.count('worst'):,} of them as the worst of "
                       f"their step), {len(one.table):,} tokens")
     console.print(_metrics(runs))
-    console.print("\nFrom here on: action tokens of the seeded sample.", style="dim")
-    console.print(_groups("By lag (versions)", runs, data.by_lag))
-    console.print(_groups("By task", runs, data.by_task))
-    for one in runs:
-        console.print(_sides(one))
-        console.print(_words(one))
-        console.print(_worst(one))
+    tables = [_groups("By lag (versions)", runs, data.by_lag), _groups("By task", runs, data.by_task)]
+    tables += [table for one in runs for table in (_sides(one), _words(one), _worst(one))]
+    if not tables[0].row_count:
+        console.print("\nThe policy was not updated in these steps, so no token has a fate.")
+        return
+    console.print("\nFrom here on: action tokens of the seeded sample; the worst trajectories are of all recorded.",
+                  style="dim")
+    for table in tables:
+        console.print(table if table.row_count else Text(f"{table.title}: nothing was dropped"))
 
 
 def _new(title: str, runs: list[Run], *columns: str, texts: int = 1) -> Table:

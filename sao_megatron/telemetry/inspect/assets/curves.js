@@ -13,6 +13,7 @@ class Curves {
     this.records = records;
     this.select = select;
     this.actions = [];
+    this.token = -1;
   }
 
   open(first, end) {
@@ -35,9 +36,12 @@ class Curves {
       this.select(this.actions[Math.max(0, Math.min(this.actions.length - 1, place))]);
     });
     box.replaceChildren(picture);
+    this.point(this.token);
   }
 
+  /** Put the cursor on a token. */
   point(token) {
+    this.token = token;
     const place = this.actions.indexOf(token);
     if (!this.cursor) return;
     this.cursor.setAttribute("visibility", place < 0 ? "hidden" : "visible");

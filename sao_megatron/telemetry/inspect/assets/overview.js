@@ -38,6 +38,7 @@ function stepChart(chart, runs, pick) {
 }
 
 function lagCharts({ runs, fates }) {
+  if (!runs[0].lag.length) return [el("p", { class: "muted" }, "The policy was not updated in these steps, so no token has a fate.")];
   const run = runs[0], names = runs.flatMap((one) => one.lag.map((group) => group.name));
   const buckets = run.lag.map((group) => group.name).concat(names).filter((name, at, all) => all.indexOf(name) === at);
   const values = (one, field) => buckets.map((name) => one.lag.find((group) => group.name === name)?.[field] ?? null);
