@@ -40,7 +40,7 @@ def events(finished) -> EventAccumulator:
 # If this fails, a run leaves no token records, or they are of other tokens than those that it trained on.
 def test_token_records(finished, steps):
     records = pq.read_table(finished.folder.tokens_dir).to_pylist()
-    assert {row["step"] for row in records} == set(range(TOTAL))
+    assert {row["step"] for row in records} == set(range(0, TOTAL, 2))  # tokens.every
     recorded = {row["trajectory"]: [] for row in records}
     for row in records:
         recorded[row["trajectory"]].append(row)
@@ -51,7 +51,7 @@ def test_token_records(finished, steps):
         assert all(row["token"] == words.get(row["token_id"], row["token"]) != "" for row in rows)
         assert (rows[0]["fate"] is None) and all((row["fate"] is not None) == (row["step"] >= CRITIC_ONLY)
                                                  for row in rows if row["kind"] == "action")
-    assert TOTAL * 12 <= len(recorded) <= TOTAL * 16  # a quarter of the places is for those that lost tokens
+    assert TOTAL / 2 * 12 <= len(recorded) <= TOTAL / 2 * 16  # a quarter of the places is for those that lost tokens
 
 
 # If this fails, processes of a run go on, and keep their memory, after it has said that it is done.

@@ -45,7 +45,8 @@ class Records {
   /** What the text filter searches: id, prompt and the whole conversation, in lower case. */
   text(index) {
     if (this.texts[index] === undefined) {
-      const [first, end] = this.range(index), parts = [];
+      const [first, end] = this.range(index),
+        parts = [];
       for (let token = first; token < end; token++) parts.push(this.word(token));
       const { trajectory, prompt } = this.trajectories;
       this.texts[index] = `${trajectory[index]} ${prompt[index]} ${parts.join("")}`.toLowerCase();
@@ -59,8 +60,12 @@ function shown(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";
   const size = Math.abs(value);
-  const text = Number.isInteger(value) && size < 1e12 ? value.toLocaleString("en")
-    : size < 1e-4 || size >= 1e5 ? value.toExponential(2) : String(Number(value.toPrecision(4)));
+  const text =
+    Number.isInteger(value) && size < 1e12
+      ? value.toLocaleString("en")
+      : size < 1e-4 || size >= 1e5
+        ? value.toExponential(2)
+        : String(Number(value.toPrecision(4)));
   return text.replace("-", "−");
 }
 

@@ -8,15 +8,18 @@ function showView(name) {
 }
 
 function toggleTheme() {
-  const dark = document.documentElement.dataset.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
+  const dark =
+    document.documentElement.dataset.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
   document.documentElement.dataset.theme = dark === "dark" ? "light" : "dark";
 }
 
 function describe(records) {
-  const [run, other] = records.runs, steps = records.trajectories.step;
+  const [run, other] = records.runs,
+    steps = records.trajectories.step;
   byId("run-name").textContent = other ? `${run.name} beside ${other.name}` : run.name;
-  byId("run-about").textContent = `${run.preset} on ${run.task} · steps ${steps[0]}–${steps.at(-1)} · `
-    + `${shown(records.count)} trajectories, ${shown(records.columns.token_id.length)} tokens recorded`;
+  byId("run-about").textContent =
+    `${run.preset} on ${run.task} · steps ${steps[0]}–${steps.at(-1)} · ` +
+    `${shown(records.count)} trajectories, ${shown(records.columns.token_id.length)} tokens recorded`;
 }
 
 function start(records) {
@@ -38,15 +41,29 @@ function start(records) {
     read();
     finder.select(finder.order[0]);
   };
-  const step = (by) => { const opened = finder.current >= 0; read(); if (opened) finder.move(by); };
+  const step = (by) => {
+    const opened = finder.current >= 0;
+    read();
+    if (opened) finder.move(by);
+  };
   drawOverview(records, pickStep);
 
   const keys = {
-    j: () => step(1), k: () => step(-1),
-    ArrowRight: () => reader.move(1), ArrowLeft: () => reader.move(-1),
-    n: () => reader.moveToNext(1), p: () => reader.moveToNext(-1),
-    "/": () => { read(); byId("f-text").focus(); }, "?": () => byId("help").showModal(),
-    o: () => showView("overview"), t: read, d: toggleTheme };
+    j: () => step(1),
+    k: () => step(-1),
+    ArrowRight: () => reader.move(1),
+    ArrowLeft: () => reader.move(-1),
+    n: () => reader.moveToNext(1),
+    p: () => reader.moveToNext(-1),
+    "/": () => {
+      read();
+      byId("f-text").focus();
+    },
+    "?": () => byId("help").showModal(),
+    o: () => showView("overview"),
+    t: read,
+    d: toggleTheme,
+  };
   document.addEventListener("keydown", (event) => {
     if (event.key === "Escape" && event.target.closest("#filters")) return event.target.blur();
     const typing = event.target.closest("input, select, dialog");
@@ -67,4 +84,6 @@ function start(records) {
   finder.select(linked);
 }
 
-readRecords().then(start, (error) => { byId("loading").textContent = `The records cannot be read: ${error}`; });
+readRecords().then(start, (error) => {
+  byId("loading").textContent = `The records cannot be read: ${error}`;
+});
