@@ -1,4 +1,4 @@
-"""One rank of test_gathered_records.py: a critic-only step and a policy update on each layout, all trajectories recorded."""
+"""One rank of test_gathered_records.py: a critic-only step and a policy update on each layout, everything recorded."""
 from __future__ import annotations
 
 import json
