@@ -125,14 +125,11 @@ class Chromium:
             await self.call("Input.dispatchKeyEvent", type="keyDown", key=key, **typed)
             await self.call("Input.dispatchKeyEvent", type="keyUp", key=key)
 
-    async def mouse(self, kind: str, x: float, y: float) -> None:
-        """kind: moved, or click."""
-        if kind == "moved":
-            await self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-            return
-        for event in ("mousePressed", "mouseReleased"):
-            await self.call("Input.dispatchMouseEvent", type=event, x=x, y=y, button="left", clickCount=1)
+    async def point(self, x: float, y: float) -> None:
+        """Move the mouse there, in CSS pixels."""
+        await self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
     async def screenshot(self, path: Path) -> None:
+        """Write a PNG of what is in sight (the pictures of docs/inspect.md)."""
         picture = await self.call("Page.captureScreenshot", format="png")
         path.write_bytes(base64.b64decode(picture["data"]))

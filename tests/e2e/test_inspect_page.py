@@ -144,7 +144,7 @@ async def test_numbers_of_a_token(browser, run):
     observation = next(row for row in mine if row["kind"] != "action")
     place = await browser.evaluate(f"(() => {{ const box = document.querySelectorAll('.text .token')"
                                    f"[{observation['position']}].getBoundingClientRect(); return [box.x, box.y] }})()")
-    await browser.mouse("moved", place[0] + 3, place[1] + 8)
+    await browser.point(place[0] + 3, place[1] + 8)
     await browser.until(f"document.querySelector('#numbers dd').textContent === '{observation['token_id']}'")
     await compare(browser, observation)
 
