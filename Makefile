@@ -21,6 +21,7 @@ demo: setup
 	echo "Logs and summary:     runs/$$name/logs/, runs/$$name/summary.json"
 
 test: setup
+	@bash tools/chromium.sh
 	@$(PYTHON) -m pytest tests
 
 test-fast: setup

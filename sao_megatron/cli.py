@@ -49,6 +49,15 @@ Compute runs/<name>/summary.json from the run's store and print it; also of a ru
 example:
   sao-megatron summary runs/first"""
 
+_INSPECT = """\
+What the token records of a run say: by lag, side and task, the most dropped tokens, the worst trajectories. With
+--html, one page to read trajectories in, each token with its fate and its numbers; it needs no network.
+
+examples:
+  sao-megatron inspect runs/first --step 100:200
+  sao-megatron inspect runs/first --html first.html
+  sao-megatron inspect runs/first --compare runs/second"""
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run one verb; returns the exit code. A person's or a run's fault is one sentence on stderr, never a traceback."""
@@ -88,10 +97,15 @@ def _parser() -> argparse.ArgumentParser:
     roles = [verb("engine", _engine, _ENGINE, "serve one engine of a run"),
              verb("controller", _controller, _CONTROLLER, "run the episodes of a run"),
              verb("learner", _learner, _LEARNER, "run one learner rank of a run"),
-             verb("summary", _summary, _SUMMARY, "compute and print a run's summary")]
+             verb("summary", _summary, _SUMMARY, "compute and print a run's summary"),
+             verb("inspect", _inspect, _INSPECT, "look at the tokens that a run dropped and kept")]
     for role in roles:
         role.add_argument("run_dir", type=Path, help="the run's folder, such as runs/first")
     roles[0].add_argument("--index", type=int, required=True, help="which of the run's engines, from 0")
+    look = roles[-1]
+    look.add_argument("--html", type=Path, metavar="out.html", help="write a page instead of printing")
+    look.add_argument("--compare", type=Path, metavar="run_dir", help="another run's folder, to stand beside it")
+    look.add_argument("--step", metavar="A:B", help="only these steps, both included")
     value = verb("pretrain-value", _pretrain_value, _PRETRAIN_VALUE, "train the value model on recorded trajectories")
     value.add_argument("recipe", type=Path, help="YAML file, such as configs/guess-number-cpu.yaml")
     value.add_argument("--trajectories", type=Path, required=True, help="a run's folder, or its trajectories.sqlite")
@@ -136,6 +150,11 @@ def _presets(_arguments) -> None:
 def _summary(arguments) -> None:
     from sao_megatron.telemetry import summary
     summary.show(summary.write_summary(arguments.run_dir))
+
+
+def _inspect(arguments) -> None:
+    from sao_megatron.telemetry.inspect import inspect
+    inspect(arguments.run_dir, arguments.html, arguments.compare, arguments.step)
 
 
 if __name__ == "__main__":

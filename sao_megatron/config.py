@@ -278,6 +278,16 @@ class AlarmSection(Section):
     explained_variance: float = Field(-0.5, lt=0)
 
 
+class TokensSection(Section):
+    trajectories: int = Field(8, ge=0)
+    """Trajectories a step whose every token is recorded: a seeded sample, and in a quarter of the places those of which
+    the gate dropped most; 0 = no records."""
+    every: int = Field(1, ge=1)
+    """Steps from one record to the next."""
+    limit_mb: float = Field(256.0, gt=0)
+    """Most megabytes of a run's records; beyond, every second of the older files is deleted."""
+
+
 class RunConfig(Section):
     name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9._-]+$")
     """Run name; outputs go to `runs_dir/name`."""
@@ -299,6 +309,7 @@ class RunConfig(Section):
     engine: EngineSection = EngineSection()
     publication: PublicationSection = PublicationSection()
     alarms: AlarmSection = AlarmSection()
+    tokens: TokensSection = TokensSection()
 
     @property
     def run_dir(self) -> Path:

@@ -29,6 +29,11 @@ class RunFolder:
         return self.path / "trajectories.sqlite"
 
     @property
+    def tokens_dir(self) -> Path:
+        """Token records, one Parquet file a step (telemetry/records.py)."""
+        return self.path / "tokens"
+
+    @property
     def log_dir(self) -> Path:
         return self.path / "logs"
 

@@ -13,8 +13,10 @@ import torch.distributed as dist
 from sao_megatron.learner import runtime
 from sao_megatron.config import RunConfig
 from sao_megatron.errors import RunError
-from sao_megatron.learner.trainer import Trainer
+from sao_megatron.learner.records import gather_records
+from sao_megatron.learner.trainer import StepResult, Trainer
 from sao_megatron.run_folder import RunFolder
+from sao_megatron.telemetry.records import Recorder
 from sao_megatron.telemetry.tensorboard import StepWriter
 from sao_megatron.trajectory.store import Store
 from sao_megatron.trajectory.types import Trajectory, decode, encode
@@ -54,6 +56,7 @@ class Learner:
         self._appended = 0  # action tokens in the store when the last step was recorded
         self.store = Store(folder.store_path) if self.is_head else None
         self.writer = StepWriter(folder.path / "tensorboard") if self.is_head else None
+        self.recorder = Recorder(folder.tokens_dir, config.tokens.limit_mb, self.model_dir / "tokenizer.json")
 
     def warm_up(self, task) -> None:
         """Supervised steps on the task's demonstrations: they give a fresh model the format, not the skill."""
@@ -95,6 +98,7 @@ class Learner:
         with self.clock.phase("wait"):
             trajectories = self._lease()
         result = self.trainer.train_step(trajectories, self.version, update_policy, self.clock.phase)
+        self._record(step, trajectories, result)
         metrics = result.metrics | _batch_metrics(trajectories, self.version) | {"policy_updated": update_policy}
         self.version += update_policy
         if self.is_head:
@@ -106,6 +110,13 @@ class Learner:
                 self._publish(steps=step + 1)
             elif self.is_head:
                 self.store.set_published(self.version, step + 1)
+
+    def _record(self, step: int, trajectories: list[Trajectory], result: StepResult) -> None:
+        """Token records of the step (collective)."""
+        section = self.config.tokens
+        if section.trajectories and step % section.every == 0:
+            records = gather_records(result.batches, trajectories, section.trajectories, (self.config.seed, step))
+            self.recorder.write(step, self.version, records)
 
     def _lease(self) -> list[Trajectory]:
         """The next batch, the same on every rank. Rank 0 waits for it and tells the others every few seconds."""

@@ -30,7 +30,7 @@ STEPS, CRITIC_ONLY, BATCH, EVALUATED = 6, 2, 16, 64
 FINISHED = [f"steps={STEPS}", f"algorithm.critic_only_steps={CRITIC_ONLY}", f"batch.trajectories={BATCH}",
             f"evaluation.episodes={EVALUATED}", "warmup.steps=30", "warmup.trajectories=64",
             "task.options.turns=10",  # long episodes: publications meet some of them, so that versions mix
-            "publication.verify_every=1",
+            "publication.verify_every=1", "tokens.every=2",
             # The last update changes nothing: its forward pass saw the weights that were exported (test_export.py).
             "policy_optimizer.warmup_steps=0", "policy_optimizer.min_lr_ratio=0.0"]
 

@@ -5,9 +5,10 @@ import json
 import re
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import yaml
-from real_run import BATCH, CRITIC_ONLY, EVALUATED, FINISHED, RECIPE, STEPS, query
+from real_run import BATCH, CRITIC_ONLY, EVALUATED, FINISHED, RECIPE, STEPS, query, stored
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from sao_megatron import config as run_config
@@ -34,6 +35,23 @@ def summary(finished) -> dict:
 def events(finished) -> EventAccumulator:
     events = EventAccumulator(str(finished.folder.path / "tensorboard"), size_guidance={"scalars": 0, "histograms": 0})
     return events.Reload()
+
+
+# If this fails, a run leaves no token records, or they are of other tokens than those that it trained on.
+def test_token_records(finished, steps):
+    records = pq.read_table(finished.folder.tokens_dir).to_pylist()
+    assert {row["step"] for row in records} == set(range(0, TOTAL, 2))  # tokens.every
+    recorded = {row["trajectory"]: [] for row in records}
+    for row in records:
+        recorded[row["trajectory"]].append(row)
+    trained = {t.id: t for t in stored(finished.folder.store_path)}
+    words = {5: "win", 3: "higher", 4: "lower", 2: "<eot>"}
+    for name, rows in recorded.items():
+        assert [row["token_id"] for row in rows] == trained[name].tokens.tolist()
+        assert all(row["token"] == words.get(row["token_id"], row["token"]) != "" for row in rows)
+        assert (rows[0]["fate"] is None) and all((row["fate"] is not None) == (row["step"] >= CRITIC_ONLY)
+                                                 for row in rows if row["kind"] == "action")
+    assert TOTAL / 2 * 12 <= len(recorded) <= TOTAL / 2 * 16  # a quarter of the places is for those that lost tokens
 
 
 # If this fails, processes of a run go on, and keep their memory, after it has said that it is done.

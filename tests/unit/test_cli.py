@@ -1,4 +1,5 @@
 """The command line: exit codes, one-sentence errors, help by example. Real processes, no mocks."""
+import re
 import subprocess
 import sys
 
@@ -36,12 +37,13 @@ def test_help_imports_nothing_heavy():
 
 
 # If one fails, a verb's help does not show how it is called.
-@pytest.mark.parametrize("verb", ["train", "engine", "controller", "learner", "presets", "summary", "pretrain-value"])
+@pytest.mark.parametrize("verb", ["train", "engine", "controller", "learner", "presets", "summary", "pretrain-value",
+                                  "inspect"])
 def test_every_verb_has_an_example(verb, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main([verb, "--help"])
     assert ended.value.code == 0
-    example = capsys.readouterr().out.partition("example:")[2]
+    example = re.split("examples?:", capsys.readouterr().out)[1]
     assert f"sao-megatron {verb}" in example or f"-m sao_megatron.cli {verb}" in example
 
 
