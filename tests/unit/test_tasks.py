@@ -182,3 +182,20 @@ def test_reasoning_gym_options_are_refused_by_name(byte_tokenizer, options, mess
     """Fails if a misspelt family or option is only found in a running job."""
     with pytest.raises(UserError, match=message):
         load_task("reasoning_gym", options, byte_tokenizer)
+
+
+def test_reasoning_gym_few_shot_prompt(byte_tokenizer):
+    """Fails if a base model gets no examples, an example is a question, or an answer runs on past its line."""
+    options = {"family": "chain_sum", "size": 20, "min_terms": 2, "max_terms": 2, "shots": 3}
+    task = load_task("reasoning_gym", options, byte_tokenizer)
+    prompt = task.prompt(3)
+    text = task.tokenizer.decode(asyncio.run(task.environment(prompt).reset()))
+    *examples, question = text.split("\n")
+    assert question == prompt.data["question"] and len(examples) == 3
+    questions = {p.data["question"] for p in (*map(task.prompt, range(20)), *task.evaluation_prompts(20))}
+    for example in examples:
+        assert not any(example.startswith(known) for known in questions)
+    newline = task.tokenizer.encode("\n")[-1]
+    assert newline in task.stop_token_ids
+    step = asyncio.run(task.environment(prompt).step(task.tokenizer(" " + prompt.data["answer"] + "\n")["input_ids"]))
+    assert (step.reward, step.done) == (1.0, True)

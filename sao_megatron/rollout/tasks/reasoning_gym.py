@@ -13,6 +13,8 @@ from sao_megatron.errors import UserError
 from sao_megatron.rollout.tasks.base import Prompt, Step
 from sao_megatron.trajectory.types import Trajectory
 
+EXAMPLES = 10**6
+"""Seeds between the training questions and the solved examples of a few-shot prompt; evaluation questions lie there."""
 SOLVED = 0.99
 """Some scorers give partial credit; from this score on an answer counts as right."""
 
@@ -23,12 +25,15 @@ class ReasoningGym:
     Training goes round `size` questions, of seeds seed … seed + size − 1; evaluation questions have the seeds after
     them. The prompt is the chat template's, or the question and a newline where the tokenizer has none. The answer is
     the decoded action, or what its last <answer> tag encloses; its score is the reward.
+
+    With `shots` > 0 the prompt is plain text, for a base model: that many solved questions, a line each, then the
+    question; a turn ends with its line. They are the same in every prompt and in neither set.
     """
 
     max_turns = 1
     max_new_tokens = None
 
-    def __init__(self, model_dir: str | Path | None, family: str, size: int = 10_000, seed: int = 0,
+    def __init__(self, model_dir: str | Path | None, family: str, size: int = 10_000, seed: int = 0, shots: int = 0,
                  **dataset_options):
         if model_dir is None:
             raise UserError("task reasoning_gym needs a tokenizer: give model.path a folder that has one")
@@ -40,6 +45,11 @@ class ReasoningGym:
             raise UserError(f"the tokenizer of {model_dir} has no eos_token: task reasoning_gym ends a turn with it")
         self.vocab_size = len(self.tokenizer)
         self.stop_token_ids = [self.tokenizer.eos_token_id]
+        self.examples = ""
+        if shots:
+            self.stop_token_ids += self.tokenizer.encode("\n", add_special_tokens=False)[-1:]
+            self.examples = "".join(f"{entry['question']} {entry['answer']}\n"
+                                    for entry in self._dataset(shots, seed + size + EXAMPLES))
 
     def _dataset(self, size: int, seed: int):
         try:
@@ -76,6 +86,8 @@ class _Question:
 
     async def reset(self) -> list[int]:
         tokenizer, question = self.task.tokenizer, self.entry["question"]
+        if self.task.examples:
+            return tokenizer(self.task.examples + question)["input_ids"]
         if tokenizer.chat_template is None:
             return tokenizer(question + "\n")["input_ids"]
         return tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True,
