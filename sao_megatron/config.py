@@ -253,6 +253,13 @@ class PublicationSection(Section):
     float32 ones by less than 1e-5."""
 
 
+class CheckpointSection(Section):
+    every: int = Field(50, ge=0)
+    """Learner steps between two checkpoints (there is one more at the end); 0 = none."""
+    keep: int = Field(2, ge=1)
+    """Newest checkpoints that stay."""
+
+
 class RunConfig(Section):
     name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9._-]+$")
     """Run name; outputs go to `runs_dir/name`."""
@@ -273,6 +280,13 @@ class RunConfig(Section):
     evaluation: EvaluationSection = EvaluationSection()
     engine: EngineSection = EngineSection()
     publication: PublicationSection = PublicationSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    restarts: int = Field(0, ge=0)
+    """How often `train` starts processes of the run again when some died, before it gives up; counted anew whenever the
+    run gets further than ever."""
+    mode: Literal["train", "replay", "rollout"] = "train"
+    """train: engines, controller and learner. replay: the learner alone, on recorded trajectories (the verb `replay`).
+    rollout: engines and controller alone, until the store holds the trajectories of all steps (the verb `rollout`)."""
 
     @property
     def run_dir(self) -> Path:

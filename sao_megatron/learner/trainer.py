@@ -31,6 +31,7 @@ from sao_megatron.learner.passes import (DeviceBatch, local_batches, local_micro
 from sao_megatron.telemetry.statistics import Statistics
 from sao_megatron.trajectory.packing import mini_batches, pack
 from sao_megatron.trajectory.types import Trajectory
+from sao_megatron.trajectory.versions import lag
 from sao_megatron.weights.hf import TensorSource
 from sao_megatron.weights.shards import ShardMap
 
@@ -46,7 +47,8 @@ class StepResult:
 
 
 class Trainer:
-    def __init__(self, config: RunConfig, hf_config: dict, source: TensorSource):
+    def __init__(self, config: RunConfig, hf_config: dict, source: TensorSource | None):
+        """`source`: the policy's first weights; None leaves them unset, for a checkpoint to fill."""
         self.config, self.hf_config = config, hf_config
         self.dtype = getattr(torch, config.model.dtype)
         algorithm = config.algorithm.model_dump()
@@ -54,7 +56,8 @@ class Trainer:
         check_batch(self.preset, config.batch.trajectories, config.batch.mini_batches)
         module = models.build(hf_config, config.parallel, self.dtype)
         self.policy_shards = ShardMap(module, hf_config)
-        self.policy_shards.load(source)
+        if source is not None:
+            self.policy_shards.load(source)
         self.policy_ddp = wrap(module)
         self.policy: Optimized | None = None
         self.critic: Critic | None = None
@@ -130,7 +133,7 @@ class Trainer:
             batch.results |= dict(logprobs=output.logprobs, entropy=output.entropy, tokens=tokens)
             if reports():
                 statistics.add_tokens(to_numpy(tokens.log_ratio), to_numpy(tokens.weight), to_numpy(tokens.fate),
-                                      version - batch.held_versions, to_numpy(output.entropy))
+                                      lag(version, batch.held_versions), to_numpy(output.entropy))
                 statistics.add(policy_loss=float(output.loss.detach()))
         return self.policy.step()
 

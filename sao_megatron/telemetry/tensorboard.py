@@ -12,8 +12,9 @@ from sao_megatron.telemetry.statistics import LAG_EDGES, LOG_RATIO_EDGES, Statis
 class StepWriter:
     """Writes one learner step at a time; the axis is the learner step."""
 
-    def __init__(self, folder: Path):
-        self._writer = SummaryWriter(str(folder), flush_secs=10)
+    def __init__(self, folder: Path, first_step: int = 0):
+        """Steps from `first_step` on that an earlier learner of the run wrote are hidden: they are made again."""
+        self._writer = SummaryWriter(str(folder), flush_secs=10, purge_step=first_step or None)
 
     def write(self, step: int, metrics: dict[str, float], statistics: Statistics) -> None:
         for name, value in metrics.items():

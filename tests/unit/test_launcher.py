@@ -17,6 +17,7 @@ from sao_megatron.errors import RunError, UserError
 from sao_megatron.supervisor import ProcessSpec, Supervisor, last_words
 from sao_megatron.telemetry.progress import Progress
 from sao_megatron.trajectory.store import Store
+from sao_megatron.watch import Plan, Watch
 
 DEADLINE = 30.0
 
@@ -171,13 +172,13 @@ def config(tmp_path):
 FINISH = """
 import sys
 from sao_megatron.trajectory.store import Store
-Store(sys.argv[1]).set_state("learner_finished", True)
+Store(sys.argv[1]).set_state("finished", True)
 """
 FOLLOW = """
 import sys, time
 from sao_megatron.trajectory.store import Store
 store = Store(sys.argv[1])
-while not store.get_state("learner_finished", False):
+while not store.get_state("finished", False):
     time.sleep(0.05)
 """
 
@@ -185,11 +186,12 @@ while not store.get_state("learner_finished", False):
 def watch(config, tmp_path: Path, learner: str, controller: str, engine: str = SLEEP) -> None:
     """Watch three small programs in the places of a run's processes."""
     path = tmp_path / "store.sqlite"
-    plan = launcher.Plan([python("engine-0", engine)], python("controller", controller, path),
-                         [python("learner-0", learner, path)], ["http://127.0.0.1:9"])
+    plan = Plan([python("engine-0", engine)], python("controller", controller, path),
+                [python("learner-0", learner, path)], ["http://127.0.0.1:9"])
     with Store(path) as store, Supervisor(tmp_path / "logs") as supervisor:
-        supervisor.start(plan.processes)
-        launcher.Watch(config, plan, store, supervisor, Progress(2)).until_done()
+        watching = Watch(config, plan, store, supervisor, Progress(2))
+        watching.start()
+        watching.until_done()
 
 
 # If this fails, a run that is done never ends, or ends as failed.
