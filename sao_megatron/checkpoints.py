@@ -1,8 +1,8 @@
 """The checkpoints of a run, as files: runs/<name>/checkpoints/step-00000040/ and what lies in it.
 
 A folder of that name is complete: it was written under another name (`step-00000040.partial-…`), brought to the disk,
-and renamed. What a crash leaves is removed by the next learner. Each folder holds Megatron-Core's distributed checkpoint
-(learner/checkpoint.py) and `state.json`, which says what the weights are.
+and renamed. What a crash leaves is removed by the next learner. Each folder holds a distributed checkpoint of
+Megatron-Core's (learner/checkpoint.py) and `state.json`, which says what the weights are.
 """
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ async def run_controller(config: RunConfig, task: Task, store: Store, clients: l
                          learner_patience: float = LEARNER_PATIENCE) -> None:
     """Roll out until the store's state says "finished" (then evaluates and returns) or "stop" (returns).
 
-    Where nothing trains (`mode: rollout`) it says "finished" itself, when the store holds the trajectories of all steps.
+    Where nothing trains (`mode: rollout`) it says "finished" itself, when the trajectories of all steps are there.
 
     Evaluates before the first episode and after the last where `evaluation.episodes` is set, each once in a run.
     Raises RunError if an engine fails, if 20 episodes in a row end with a failed environment, or if the controller

@@ -2,10 +2,11 @@
 
 A trajectory is `ready` when it is appended, `leased` by a learner, then `trained`; a stale one is `dropped`, one whose
 environment failed is `error`. Every method is one transaction, and writers queue for SQLite's single write lock, so any
-number of processes may open the file and any of them may be killed at any time, or the power cut: what `append` returned
-for is on the disk (synchronous=FULL). The journal is a write-ahead log, 2 ms a write on a disk that syncs in 2 ms; on a
-network file system, which cannot share the memory that this log needs, it is a rollback journal, several times slower.
-All processes that use a store run on one host. Versions are kept by the policy updates in them (trajectory/versions.py).
+number of processes may open the file and any of them may be killed at any time, or the power cut: what `append`
+returned for is on the disk (synchronous=FULL). The journal is a write-ahead log, one sync of the disk a write; on a
+network file system, which cannot share the memory that this log needs, it is a rollback journal, several times slower
+(trajectory/journal.py). All processes that use a store run on one host. min_version and max_version count the policy
+updates in a trajectory's weights (trajectory/versions.py).
 
 A learner that died leaves leases, and perhaps steps that its surviving weights do not contain: `rewind` gives back what
 those weights have not trained, and remembers in which batches, so that they are trained again in the same ones.
@@ -227,7 +228,7 @@ class Store:
         return generation
 
     def copy_for_replay(self, path: Path) -> None:
-        """Write a store that holds the same trajectories, all of them yet to be trained, each in its step if it had one.
+        """Write a store that holds the same trajectories, all yet to be trained, in the steps in which they were.
 
         Failed and dropped ones stay what they are. Steps, evaluations and the state are left out.
         """

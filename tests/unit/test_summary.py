@@ -56,8 +56,9 @@ def test_summary(folder):
     seconds = summary["seconds"]
     assert seconds["start_up"] == pytest.approx(20.0)
     assert seconds["total"] >= 21.0
-    assert {name: seconds[name] for name in ("wait", "critic", "recompute", "policy", "publish", "checkpoint", "other")} == {
-        "wait": 1.5, "critic": 1.0, "recompute": 0.25, "policy": 0.75, "publish": 0.25, "checkpoint": 0.0, "other": 0.25}
+    assert {name: spent for name, spent in seconds.items() if name not in ("start_up", "total")} == {
+        "wait": 1.5, "critic": 1.0, "recompute": 0.25, "policy": 0.75, "publish": 0.25, "checkpoint": 0.0,
+        "other": 0.25}
 
 
 # If this fails, the table at the end of a run leaves a number out or shows another.
