@@ -166,7 +166,7 @@ class Watch:
 
     def _doing(self) -> str:
         if self._store.get_state("finished", False):
-            return "learner finished; waiting for the controller (last evaluation)"
+            return "learner finished; waiting for the last evaluation and the export"
         ready, in_flight = self._store.counts()["ready"], self._store.get_state("in_flight", 0)
         batch = self._config.batch.trajectories
         if not self._plan.learners:

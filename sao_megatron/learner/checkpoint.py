@@ -68,6 +68,7 @@ class Saver:
         if pending is None:
             return
         if faults := pending.faults():
+            pending.forget_results()
             log.warning("checkpoint of step %d was not saved (%s); the next one will be", pending.state["step"],
                         ", ".join(faults))
             return
@@ -84,12 +85,12 @@ class _Pending:
     def __init__(self, request: AsyncRequest, path: Path, state: dict):
         self.request, self.path, self.state = request, path, state
         self.began = time.monotonic()
-        self._writer = None
+        self._writer = self._results = None
         if request.async_fn is not None:
-            rank, _, results = request.async_fn_args
+            rank, _, self._results = request.async_fn_args
             staged = request.preload_fn()  # from the GPU to host memory
             self._writer = multiprocessing.get_context("fork").Process(
-                target=request.async_fn, args=(rank, staged, results), name=f"writer of {path.name}")
+                target=request.async_fn, args=(rank, staged, self._results), name=f"writer of {path.name}")
             self._writer.start()
 
     def written(self) -> bool:
@@ -105,6 +106,11 @@ class _Pending:
         codes: list = [None] * dist.get_world_size()
         dist.all_gather_object(codes, code)
         return [f"the writer of rank {rank} ended with exit code {code}" for rank, code in enumerate(codes) if code]
+
+    def forget_results(self) -> None:
+        """Else the next checkpoint would take what this writer reported, which lies in a queue, for its own."""
+        while self._results is not None and not self._results.empty():
+            self._results.get()
 
 
 def load(trainer: Trainer, checkpoint: Checkpoint) -> None:

@@ -57,7 +57,7 @@ def main(folder: Path, cases: dict[str, dict]) -> None:
         saver.save(step=SAVED, updates=SAVED)
         results[name] = {"straight": train_on(trainer, data, SAVED, MORE)}
         saver.finish()
-        if case.get("kill"):
+        if case.get("kill"):  # before the others, so that they would show if it left something behind
             saver.save(step=SAVED + MORE, updates=SAVED + MORE)
             if dist.get_rank() == 1:
                 os.kill(saver._pending._writer.pid, signal.SIGKILL)
