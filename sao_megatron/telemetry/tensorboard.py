@@ -14,7 +14,7 @@ class StepWriter:
 
     def __init__(self, folder: Path, first_step: int = 0):
         """Steps from `first_step` on that an earlier learner of the run wrote are hidden: they are made again."""
-        self._writer = SummaryWriter(str(folder), flush_secs=10, purge_step=first_step or None)
+        self._writer = SummaryWriter(str(folder), flush_secs=10, purge_step=first_step)
 
     def write(self, step: int, metrics: dict[str, float], statistics: Statistics) -> None:
         for name, value in metrics.items():
