@@ -14,8 +14,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from sao_megatron import config as run_config
-from sao_megatron.config import RunConfig
+from sao_megatron.config import ParallelSection, RunConfig
 from sao_megatron.errors import RunError, UserError
 
 FORMAT = 1
@@ -126,7 +125,13 @@ def _differences(before: object, now: object, key: str = ""):
 
 
 def keeps_optimizer(state: dict, config: RunConfig) -> bool:
-    """Whether the optimizers' state fits the layout: Megatron-Core 0.19 reshards it under all but another expert
-    layout. Without it, the run goes on with the weights alone."""
-    before = run_config.ParallelSection.model_validate(state["parallel"])
-    return (before.ep, before.etp) == (config.parallel.ep, config.parallel.etp)
+    """Whether the optimizers' state in a checkpoint (`state.json`) fits the layout that the run now has.
+
+    Megatron-Core gives experts an optimizer of their own where their layout differs from the rest's, and 0.19 cannot
+    reshard between having one and not, nor among layouts that have one. Else the run goes on with the weights alone.
+    """
+    before, now = ParallelSection.model_validate(state["parallel"]), config.parallel
+    if "num_experts" not in state["hf_config"]:
+        return True
+    apart = [layout.ep > 1 or layout.etp != layout.tp for layout in (before, now)]
+    return apart == [False, False] or (apart == [True, True] and (before.ep, before.etp) == (now.ep, now.etp))

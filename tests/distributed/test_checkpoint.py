@@ -9,13 +9,13 @@ import pytest
 import torch
 from reference import hf_logprobs, make_model, make_trajectories
 
-TP2_EP2, DP2_EP2, DP2, TP2, PP2 = dict(tp=2, ep=2), dict(ep=2), {}, dict(tp=2), dict(pp=2)
+TP2_EP2, DP2_EP2, DP2, TP2, PP2 = dict(tp=2, ep=2), dict(ep=2), {}, dict(tp=2, etp=2), dict(pp=2)
 SAO, DPO = dict(preset="sao"), dict(preset="dpo")
 CASES = {
     "sao": dict(saved=TP2_EP2, algorithm=SAO, dtype="float32", kill=True,
                 loaded={"same": TP2_EP2, "other dp": DP2_EP2, "other ep": DP2}),
     "bf16": dict(saved=DP2, algorithm=SAO, dtype="bfloat16", loaded={"same": DP2}),
-    "dense layouts": dict(saved=DP2, algorithm=SAO, dtype="float32", loaded={"same": DP2, "tp": TP2, "pp": PP2}),
+    "no ep": dict(saved=DP2, algorithm=SAO, dtype="float32", loaded={"same": DP2, "tp": TP2, "pp": PP2}),
     "dpo": dict(saved=DP2_EP2, algorithm=DPO, dtype="float32", loaded={"same": DP2_EP2}),
     "running mean": dict(saved=DP2, algorithm=dict(preset="sao", advantage="running_mean"), dtype="float32",
                          loaded={"same": DP2}),
@@ -53,7 +53,7 @@ def test_same_layout_goes_on_bit_for_bit(results, case):
 
 
 # If one fails, a run cannot move to another number of GPUs, or silently starts with other weights or momentum there.
-@pytest.mark.parametrize(("case", "layout"), [("sao", "other dp"), ("dense layouts", "tp"), ("dense layouts", "pp")])
+@pytest.mark.parametrize(("case", "layout"), [("sao", "other dp"), ("no ep", "tp"), ("no ep", "pp")])
 def test_other_layout_goes_on_closely(results, case, layout):
     straight, resumed = results[case]["straight"], results[case][layout]
     for part in ("policy", "critic"):
