@@ -255,3 +255,31 @@ def test_refused_before_anything_starts(tmp_path, override, message):
     with pytest.raises(UserError, match=message):
         launcher.train(recipe, [override])
     assert not (tmp_path / "refused").exists()
+
+
+ONCE = """
+import sys, time
+from pathlib import Path
+from sao_megatron.trajectory.store import Store
+if not Path(sys.argv[1] + ".tried").exists():
+    Path(sys.argv[1] + ".tried").touch()
+    raise SystemExit("the first time")
+Store(sys.argv[1]).set_state("finished", True)
+"""
+
+
+# If this fails, `restarts` does not save a run, or the log that says why a process died is gone.
+def test_watch_starts_again_what_died(config, tmp_path):
+    config.restarts = 1
+    watch(config, tmp_path, ONCE, FOLLOW)
+    assert "the first time" in (tmp_path / "logs" / "learner-0.1.log").read_text()
+    assert (tmp_path / "logs" / "learner-0.log").read_text() == ""
+    assert not (tmp_path / "logs" / "controller.1.log").exists()
+
+
+# If this fails, a run that can only fail is started for ever.
+def test_watch_gives_up_after_the_restarts(config, tmp_path, capsys):
+    config.restarts = 2
+    with pytest.raises(RunError, match="learner-0 ended unexpectedly with exit code 1: RuntimeError: boom"):
+        watch(config, tmp_path, "raise RuntimeError('boom')", SLEEP)
+    assert "starting learner-0 again (2 of restarts=2)" in capsys.readouterr().out
