@@ -76,10 +76,13 @@ class Learner:
         if self.is_head:
             self.folder.checkpoints.clean()
             latest = self.folder.checkpoints.latest()
-            message = [(latest, self.store.rewind(latest.step if latest else 0))]
             if latest:
                 check_same_run(run_config.parse(latest.state()["config"], str(latest.path)), self.config)
                 log.info("going on from step %d (%s)", latest.step, latest.path)
+            generation = self.store.rewind(latest.step if latest else 0)
+            if self.folder.export_path.exists():  # of fewer steps, or of a run that died just before its end
+                self.folder.export_path.rename(self.folder.path / f"hf.{generation}")
+            message = [(latest, generation)]
         dist.broadcast_object_list(message, src=0)
         return message[0]
 

@@ -32,8 +32,10 @@ class FakeEngine:
         self.requests.append(list(input_ids))
         self.running += 1
         self.most_running = max(self.most_running, self.running)
-        await asyncio.sleep(0)
-        self.running -= 1
+        try:
+            await asyncio.sleep(0)
+        finally:
+            self.running -= 1
         tokens = self.policy(input_ids)[:max_new_tokens]
         finish = "stop" if tokens[-1] in stop_token_ids else "length"
         if self.cuts:
