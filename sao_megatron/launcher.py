@@ -103,9 +103,9 @@ def _check_unfinished(config: RunConfig, folder: RunFolder) -> None:
 
 def _run(config: RunConfig, folder: RunFolder, plan: Plan, progress: Progress) -> None:
     with Store(folder.store_path) as store, Supervisor(folder.log_dir) as supervisor:
-        store.begin(time.time())
-        if config.mode == "rollout":
-            store.set_published(0, 0)  # what the engines load
+        store.forget("finished", "stop")
+        if store.get_state(summary.STARTED_AT) is None:
+            store.set_state(summary.STARTED_AT, time.time())
         watch = Watch(config, plan, store, supervisor, progress)
         watch.start()
         progress.note(f"started {', '.join(supervisor.names)}; logs are in {folder.log_dir}")

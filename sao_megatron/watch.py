@@ -69,7 +69,11 @@ class Watch:
         if learners:
             learners = self._meeting(learners)
         others = [spec for spec in [*self._plan.engines, self._plan.controller] if spec and spec.name in names]
-        self._starting |= {name: url for name, url in self._urls.items() if name in names}
+        if engines := {name: url for name, url in self._urls.items() if name in names}:
+            self._starting |= engines
+            self._store.unpublish()  # else the controller would sample from what they start with
+            if self._config.mode == "rollout":
+                self._store.set_published(0, 0)  # which is what it should do here
         self._started = time.monotonic()
         self._supervisor.start([*learners, *others])
 

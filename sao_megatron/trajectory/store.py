@@ -330,11 +330,14 @@ class Store:
         row = self.get_state("published")
         return None if row is None else (row[0], row[1])
 
-    def begin(self, started_at: float) -> None:
-        """Say that the run's processes start (Unix seconds): the engines serve nothing, nothing is finished."""
+    def unpublish(self) -> None:
+        """Say that the engines serve nothing: they start."""
+        self.forget("published")
+
+    def forget(self, *keys: str) -> None:
+        """Remove keys of the state."""
         with self._transaction():
-            self._db.execute("DELETE FROM state WHERE key IN ('published', 'finished', 'stop', 'in_flight')")
-            self._set("started_at", self.get_state("started_at", started_at))
+            self._db.execute("DELETE FROM state WHERE key IN (SELECT value FROM json_each(?))", (json.dumps(keys),))
 
 
 _DROP_BROKEN_GROUPS = """
