@@ -53,6 +53,7 @@ class _Controller:
         self.room = 0
         """Episodes that pacing still admits. One that ends as ready does not change it: it stays live."""
         self.episodes: set[asyncio.Task] = set()
+        self.finished: list[tuple[Trajectory, int]] = []
         self.failure = asyncio.get_running_loop().create_future()
         self.errors_in_a_row = 0
         self.first_error = ""
@@ -138,8 +139,22 @@ class _Controller:
         prompt = self.task.prompt(seq // self.settings.rollouts_per_prompt)
         with self.pool.least_busy() as client:
             trajectory = await run_episode(client, self.task, prompt, self.settings, seq)
-        self.store.append(trajectory, seq)
+        self._append(trajectory, seq)
         self._count_errors(trajectory)
+
+    def _append(self, trajectory: Trajectory, seq: int) -> None:
+        """In one write with the others that end in this turn of the event loop: before its episode counts as ended."""
+        self.finished.append((trajectory, seq))
+        if len(self.finished) == 1:
+            asyncio.get_running_loop().call_soon(self._write_finished)
+
+    def _write_finished(self) -> None:
+        finished, self.finished = self.finished, []
+        try:
+            self.store.append_all(finished)
+        except Exception as error:  # nobody awaits this
+            if not self.failure.done():
+                self.failure.set_exception(error)
 
     def _count_errors(self, trajectory: Trajectory) -> None:
         if trajectory.status is not Status.ERROR:

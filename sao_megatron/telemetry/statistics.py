@@ -33,7 +33,7 @@ class Statistics:
 
     def add_tokens(self, log_ratio: np.ndarray, weight: np.ndarray, fate: np.ndarray, lag: np.ndarray,
                    entropy: np.ndarray) -> None:
-        """Count one micro-batch's action tokens; all arrays [n]. lag as in versions.py."""
+        """Count one micro-batch's action tokens; all arrays [n]. lag = learner version − version at sampling."""
         bucket = np.searchsorted(LAG_EDGES, lag, side="right") - 1
         np.add.at(self.fates, (bucket, fate), 1)
         self.log_ratio += np.histogram(log_ratio, LOG_RATIO_EDGES)[0]

@@ -149,21 +149,16 @@ class Store:
 
     def append(self, trajectory: Trajectory, seq: int) -> None:
         """Add a finished trajectory; `seq` is its place in admission order. Adding an id again changes nothing."""
-        failed = trajectory.status is Status.ERROR
-        versions, solved = updates_in(trajectory.action_versions), trajectory.info.get("solved")
-        row = dict(
-            id=trajectory.id, seq=seq, task=trajectory.task, prompt_id=trajectory.prompt_id,
-            group_id=trajectory.group_id, status=trajectory.status, state="error" if failed else "ready",
-            reason=trajectory.info.get("error") if failed else None,
-            reward=None if failed else trajectory.reward, solved=None if solved is None else int(solved),
-            num_tokens=len(trajectory), num_actions=len(versions),
-            min_version=int(versions.min()) if len(versions) else None,
-            max_version=int(versions.max()) if len(versions) else None, created=time.time())
-        blob = encode(trajectory)
+        self.append_all([(trajectory, seq)])
+
+    def append_all(self, finished: list[tuple[Trajectory, int]]) -> None:
+        """`append` each of them, all or none: one sync of the disk, however many they are."""
+        added = [(_row(trajectory, seq), encode(trajectory)) for trajectory, seq in finished]
         with self._transaction():
-            added = self._db.execute(_INSERT, row)
-            if added.rowcount:
-                self._db.execute("INSERT INTO blobs VALUES (?, ?)", (added.lastrowid, blob))
+            for row, blob in added:
+                inserted = self._db.execute(_INSERT, row)
+                if inserted.rowcount:
+                    self._db.execute("INSERT INTO blobs VALUES (?, ?)", (inserted.lastrowid, blob))
 
     def lease(self, count: int, owner: str, version: int, max_token_lag: int | None = None, group_size: int = 1,
               step: int | None = None) -> list[Trajectory]:
@@ -338,6 +333,19 @@ class Store:
         """Remove keys of the state."""
         with self._transaction():
             self._db.execute("DELETE FROM state WHERE key IN (SELECT value FROM json_each(?))", (json.dumps(keys),))
+
+
+def _row(trajectory: Trajectory, seq: int) -> dict[str, Any]:
+    failed = trajectory.status is Status.ERROR
+    versions, solved = updates_in(trajectory.action_versions), trajectory.info.get("solved")
+    return dict(
+        id=trajectory.id, seq=seq, task=trajectory.task, prompt_id=trajectory.prompt_id,
+        group_id=trajectory.group_id, status=trajectory.status, state="error" if failed else "ready",
+        reason=trajectory.info.get("error") if failed else None,
+        reward=None if failed else trajectory.reward, solved=None if solved is None else int(solved),
+        num_tokens=len(trajectory), num_actions=len(versions),
+        min_version=int(versions.min()) if len(versions) else None,
+        max_version=int(versions.max()) if len(versions) else None, created=time.time())
 
 
 _DROP_BROKEN_GROUPS = """
