@@ -21,7 +21,7 @@ from sao_megatron.trajectory.store import Store
 STEPS = 20
 MODEL = ["parallel={ranks: 1}", f"steps={STEPS - 2}", "algorithm.critic_only_steps=2", f"batch.trajectories={BATCH}",
          "warmup.steps=3", "warmup.trajectories=16", "policy_optimizer.warmup_steps=5"]
-SAVING = ["checkpoint.every=2", "restarts=3"]
+SAVING = ["checkpoint.every=2", "restarts=20"]
 LEARNER, CONTROLLER, ENGINE = "sao_megatron.cli learner", "sao_megatron.cli controller", "sglang::scheduler"
 RANDOM = np.random.default_rng(0)
 
