@@ -10,14 +10,14 @@ import torch
 from reference import hf_logprobs, make_model, make_trajectories
 
 TP2_EP2, DP2_EP2, DP2, TP2, PP2 = dict(tp=2, ep=2), dict(ep=2), {}, dict(tp=2, etp=2), dict(pp=2)
-SAO, DPO = dict(preset="sao"), dict(preset="dpo")
+SAO, DPO = dict(preset="sao"), dict(preset="online_dpo")
 CASES = {
     "sao": dict(saved=TP2_EP2, algorithm=SAO, dtype="float32", kill=True,
                 loaded={"same": TP2_EP2, "other dp": DP2_EP2, "other ep": DP2}),
     "bf16": dict(saved=DP2, algorithm=SAO, dtype="bfloat16", loaded={"same": DP2}),
     "no ep": dict(saved=DP2, algorithm=SAO, dtype="float32", loaded={"same": DP2, "tp": TP2, "pp": PP2}),
     "dpo": dict(saved=DP2_EP2, algorithm=DPO, dtype="float32", loaded={"same": DP2_EP2}),
-    "running mean": dict(saved=DP2, algorithm=dict(preset="sao", advantage="running_mean"), dtype="float32",
+    "running mean": dict(saved=DP2, algorithm=dict(preset="running_mean"), dtype="float32",
                          loaded={"same": DP2}),
 }
 
