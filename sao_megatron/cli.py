@@ -27,7 +27,7 @@ _ROLLOUT = """\
 Fill a store with trajectories, without a learner: as many as the recipe's steps train on, sampled from model.path.
 
 example:
-  sao-megatron rollout configs/guess-number-cpu.yaml name=recorded 'model={path: runs/first/hf, dtype: float32}'"""
+  sao-megatron rollout configs/guess-number-cpu.yaml name=recorded 'model={path: some/qwen3-moe, dtype: float32}'"""
 _REPLAY = """\
 Train on the trajectories that a run has recorded, in the batches in which it trained on them, without engines and
 controller. With the same recipe it makes the same weights, bit for bit where arithmetic is deterministic (on a CPU).

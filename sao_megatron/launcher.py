@@ -43,7 +43,16 @@ def rollout(recipe: Path, overrides: list[str]) -> None:
     if config.model.path is None:
         raise UserError("rollout: model.fresh has no weights that an engine could load (a learner makes them): "
                         "give model.path, such as the hf folder of a run")
+    _check_head(config.model.path)
     _new_run(config)
+
+
+def _check_head(model_dir: Path) -> None:
+    from sao_megatron.weights.hf import read_config
+    hf_config = read_config(model_dir)
+    if "Qwen3MoeForCausalLM" in hf_config.get("architectures", ()) and hf_config["tie_word_embeddings"]:
+        raise UserError(f"rollout: {model_dir} ties its head to the embeddings (tie_word_embeddings), which SGLang 0.5.23 "
+                        f"does not do for a Qwen3-MoE that it loads by itself: give a checkpoint with an lm_head.weight")
 
 
 def replay(recipe: Path, overrides: list[str], trajectories: Path) -> None:
