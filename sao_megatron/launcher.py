@@ -51,8 +51,8 @@ def _check_head(model_dir: Path) -> None:
     from sao_megatron.weights.hf import read_config
     hf_config = read_config(model_dir)
     if "Qwen3MoeForCausalLM" in hf_config.get("architectures", ()) and hf_config["tie_word_embeddings"]:
-        raise UserError(f"rollout: {model_dir} ties its head to the embeddings (tie_word_embeddings), which SGLang 0.5.23 "
-                        f"does not do for a Qwen3-MoE that it loads by itself: give a checkpoint with an lm_head.weight")
+        raise UserError(f"rollout: {model_dir} ties its head to the embeddings (tie_word_embeddings), which SGLang "
+                        "ignores in a Qwen3-MoE that it loads by itself: give a checkpoint with an lm_head.weight")
 
 
 def replay(recipe: Path, overrides: list[str], trajectories: Path) -> None:
