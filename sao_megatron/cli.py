@@ -17,6 +17,23 @@ and ends them all together. Outputs go to runs/<name>/: config.yaml, logs/, Tens
 
 example:
   sao-megatron train configs/guess-number-cpu.yaml name=first steps=50 algorithm.eps_high=3.0"""
+_RESUME = """\
+Go on with a run that was interrupted or failed, from its newest checkpoint; trajectories that its weights have not been
+trained on are trained on again, none twice. Settings of the machine and of the pace may change, and steps may be added.
+
+example:
+  sao-megatron resume runs/first steps=100"""
+_ROLLOUT = """\
+Fill a store with trajectories, without a learner: as many as the recipe's steps train on, sampled from model.path.
+
+example:
+  sao-megatron rollout configs/guess-number-cpu.yaml name=recorded 'model={path: some/qwen3-moe, dtype: float32}'"""
+_REPLAY = """\
+Train on the trajectories that a run has recorded, in the batches in which it trained on them, without engines and
+controller. With the same recipe it makes the same weights, bit for bit where arithmetic is deterministic (on a CPU).
+
+example:
+  sao-megatron replay configs/guess-number-cpu.yaml name=again --trajectories runs/first"""
 _ENGINE = """\
 Serve the run's model with SGLang, in this process (what `train` starts; on a cluster, once per engine).
 
@@ -94,6 +111,16 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("recipe", type=Path, help="YAML file, such as configs/guess-number-cpu.yaml")
     train.add_argument("overrides", nargs="*", metavar="key=value",
                        help="replace a value of the recipe (dotted key, YAML value)")
+    continued = verb("resume", _resume, _RESUME, "go on with a run from its newest checkpoint")
+    continued.add_argument("run_dir", type=Path, help="the run's folder, such as runs/first")
+    filled = verb("rollout", _rollout, _ROLLOUT, "fill a store with trajectories, without a learner")
+    filled.add_argument("recipe", type=Path, help="YAML file, such as configs/guess-number-cpu.yaml")
+    replayed = verb("replay", _replay, _REPLAY, "train on recorded trajectories, without engines")
+    replayed.add_argument("recipe", type=Path, help="YAML file, such as configs/guess-number-cpu.yaml")
+    replayed.add_argument("--trajectories", type=Path, required=True,
+                          help="a run's folder, or its trajectories.sqlite")
+    for sub in (continued, filled, replayed):
+        sub.add_argument("overrides", nargs="*", metavar="key=value", help="replace a value of the recipe")
     roles = [verb("engine", _engine, _ENGINE, "serve one engine of a run"),
              verb("controller", _controller, _CONTROLLER, "run the episodes of a run"),
              verb("learner", _learner, _LEARNER, "run one learner rank of a run"),
@@ -119,6 +146,21 @@ def _parser() -> argparse.ArgumentParser:
 def _train(arguments) -> None:
     from sao_megatron import launcher
     launcher.train(arguments.recipe, arguments.overrides)
+
+
+def _resume(arguments) -> None:
+    from sao_megatron import launcher
+    launcher.resume(arguments.run_dir, arguments.overrides)
+
+
+def _rollout(arguments) -> None:
+    from sao_megatron import launcher
+    launcher.rollout(arguments.recipe, arguments.overrides)
+
+
+def _replay(arguments) -> None:
+    from sao_megatron import launcher
+    launcher.replay(arguments.recipe, arguments.overrides, arguments.trajectories)
 
 
 def _engine(arguments) -> None:

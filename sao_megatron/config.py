@@ -288,6 +288,13 @@ class TokensSection(Section):
     """Most megabytes of a run's records; beyond, every second of the older files is deleted."""
 
 
+class CheckpointSection(Section):
+    every: int = Field(50, ge=0)
+    """Learner steps between two checkpoints (there is one more at the end); 0 = none."""
+    keep: int = Field(2, ge=1)
+    """Newest checkpoints that stay."""
+
+
 class RunConfig(Section):
     name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9._-]+$")
     """Run name; outputs go to `runs_dir/name`."""
@@ -310,6 +317,13 @@ class RunConfig(Section):
     publication: PublicationSection = PublicationSection()
     alarms: AlarmSection = AlarmSection()
     tokens: TokensSection = TokensSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    restarts: int = Field(0, ge=0)
+    """How often `train` starts processes of the run again when some died, before it gives up; counted anew whenever the
+    run gets further than ever."""
+    mode: Literal["train", "replay", "rollout"] = "train"
+    """train: engines, controller and learner. replay: the learner alone, on recorded trajectories (the verb `replay`).
+    rollout: engines and controller alone, until the store holds the trajectories of all steps (the verb `rollout`)."""
 
     @property
     def run_dir(self) -> Path:

@@ -1,7 +1,7 @@
-"""`sao-megatron train`: one machine's whole run, from a recipe to a summary.
+"""`sao-megatron train`, `resume`, `rollout`, `replay`: one machine's whole run, from a recipe to a summary.
 
 Everything that can be refused is refused before any process starts; then engines, controller and learner ranks start
-together and are watched until the learner has finished, or until one of them dies and takes the run with it.
+together and are watched (watch.py) until the run has finished, or until one of them dies and takes the run with it.
 """
 from __future__ import annotations
 
@@ -10,73 +10,122 @@ import shutil
 import socket
 import sys
 import time
-from dataclasses import dataclass
-from http.client import HTTPConnection, HTTPException
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from sao_megatron import config as run_config
+from sao_megatron.checkpoints import check_same_run, keeps_optimizer
 from sao_megatron.config import RunConfig
 from sao_megatron.device import gpu_names, has_gpu
 from sao_megatron.errors import RunError, UserError
 from sao_megatron.run_folder import RunFolder
-from sao_megatron.supervisor import ProcessSpec, Supervisor, last_words
+from sao_megatron.supervisor import ProcessSpec, Supervisor
 from sao_megatron.telemetry import summary
 from sao_megatron.telemetry.progress import Progress
+from sao_megatron.trajectory.recorded import find_store
 from sao_megatron.trajectory.store import Store
+from sao_megatron.watch import Plan, Watch
 
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore
-
-POLL_SECONDS = 0.5
 FREE_PORTS = range(10000, 32768)
 """Where ports for engines are sought: Linux gives those above to outgoing connections, and an engine binds its port up
 to a minute after it was found free."""
-EXIT_SECONDS = 600.0
-"""Between the end of the first learner rank or of the controller, and the end of all of them."""
-ENGINE_END_SECONDS = 15.0
-"""For an engine that lost its scheduler to end (SGLang notices within 1 s, then collects dumps for 5 s)."""
 
 
 def train(recipe: Path, overrides: list[str]) -> None:
     """Run the recipe to its end. Raises UserError before anything starts, RunError if a process fails later."""
-    config = run_config.load(recipe, overrides)
+    _new_run(run_config.load(recipe, overrides))
+
+
+def rollout(recipe: Path, overrides: list[str]) -> None:
+    """Fill a store with the trajectories of all the recipe's steps, sampled from `model.path` as it is."""
+    config = run_config.load(recipe, [*overrides, "mode=rollout"])
+    if config.model.path is None:
+        raise UserError("rollout: model.fresh has no weights that an engine could load (a learner makes them): "
+                        "give model.path, such as the hf folder of a run")
+    _check_head(config.model.path)
+    _new_run(config)
+
+
+def _check_head(model_dir: Path) -> None:
+    from sao_megatron.weights.hf import read_config
+    hf_config = read_config(model_dir)
+    if "Qwen3MoeForCausalLM" in hf_config.get("architectures", ()) and hf_config["tie_word_embeddings"]:
+        raise UserError(f"rollout: {model_dir} ties its head to the embeddings (tie_word_embeddings), which SGLang "
+                        "ignores in a Qwen3-MoE that it loads by itself: give a checkpoint with an lm_head.weight")
+
+
+def replay(recipe: Path, overrides: list[str], trajectories: Path) -> None:
+    """Train on what a run recorded (its folder or its store), in its batches, without engines and controller."""
+    config = run_config.load(recipe, [*overrides, "mode=replay"])
+    _new_run(config, find_store(trajectories, config.total_steps * config.batch.trajectories))
+
+
+def _new_run(config: RunConfig, recorded: Path | None = None) -> None:
     folder = RunFolder(config.run_dir)
     progress = Progress(config.total_steps)
-    progress.note(f"checking {recipe}; outputs go to {folder.path}")
+    progress.note(f"checking the recipe; outputs go to {folder.path}")
     _claim(folder)
     try:
         plan = prepare(config, folder)
+        if recorded:
+            with Store(recorded) as store:
+                store.copy_for_replay(folder.store_path)
     except BaseException:
         shutil.rmtree(folder.path)  # nothing has run: leave the name free for the next try
         raise
-    with Store(folder.store_path) as store:
-        _run(config, folder, plan, store, progress)
-    summary.show(summary.write_summary(folder.path))
+    with folder.lock():
+        _run(config, folder, plan, progress)
 
 
 def _claim(folder: RunFolder) -> None:
     if folder.path.exists() and (not folder.path.is_dir() or any(folder.path.iterdir())):
-        raise UserError(f"{folder.path} exists already: give this run another name (name=...) or delete the folder")
+        raise UserError(f"{folder.path} exists already: give this run another name (name=...), delete the folder, or "
+                        f"continue it with `sao-megatron resume {folder.path}`")
     folder.path.mkdir(parents=True, exist_ok=True)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What to start."""
+def resume(run_dir: Path, overrides: list[str]) -> None:
+    """Go on with a run that did not finish, or with more steps, from its newest checkpoint. Raises like `train`."""
+    folder = RunFolder(run_dir)
+    before = folder.config()
+    config = run_config.load(folder.config_path, overrides)
+    check_same_run(before, config)
+    progress = Progress(config.total_steps)
+    with folder.lock():
+        _check_unfinished(config, folder)
+        latest = folder.checkpoints.latest()
+        progress.note(f"{folder.path} goes on from " + (f"step {latest.step}" if latest else "its beginning: it has no "
+                                                        "checkpoint"))
+        if latest and not keeps_optimizer(latest.state(), config):
+            progress.note("WARNING: the experts are laid out differently (parallel.ep, parallel.etp): weights go on as "
+                          "they are, the optimizers begin anew")
+        _run(config, folder, prepare(config, folder), progress)
 
-    engines: list[ProcessSpec]
-    controller: ProcessSpec
-    learners: list[ProcessSpec]
-    urls: list[str]
-    rendezvous: TCPStore | None = None
-    """Where the learner ranks find each other; it must live as long as they do."""
 
-    @property
-    def processes(self) -> list[ProcessSpec]:
-        return [*self.engines, *self.learners, self.controller]
+def _check_unfinished(config: RunConfig, folder: RunFolder) -> None:
+    with Store(folder.store_path) as store:
+        finished, steps = store.get_state("finished"), len(store.steps())
+    if finished and (folder.export_path.exists() or config.mode == "rollout") and steps >= config.total_steps:
+        raise UserError(f"{folder.path} has finished its {steps} steps: give more with steps=..., or start a new run")
+
+
+def _run(config: RunConfig, folder: RunFolder, plan: Plan, progress: Progress) -> None:
+    with Store(folder.store_path) as store, Supervisor(folder.log_dir) as supervisor:
+        store.forget("finished", "stop")
+        if store.get_state(summary.STARTED_AT) is None:
+            store.set_state(summary.STARTED_AT, time.time())
+        watch = Watch(config, plan, store, supervisor, progress)
+        watch.start()
+        progress.note(f"started {', '.join(supervisor.names)}; logs are in {folder.log_dir}")
+        try:
+            watch.until_done()
+        except RunError as error:
+            raise RunError(f"{error}\ngo on with: sao-megatron resume {folder.path}") from None
+        finally:
+            progress.close()
+            progress.note("stopping what still runs")
+    summary.show(summary.write_summary(folder.path))
 
 
 def prepare(config: RunConfig, folder: RunFolder) -> Plan:
@@ -94,7 +143,7 @@ def prepare(config: RunConfig, folder: RunFolder) -> Plan:
     _check_task(config, load_task(config.task.name, config.task.options, model_dir), hf_config["vocab_size"])
     devices = _devices(config) if has_gpu() else None
     run_config.save(config, folder.config_path)
-    urls = [f"http://{config.engine.host}:{port}" for port in _engine_ports(config)]
+    urls = [] if config.mode == "replay" else [f"http://{config.engine.host}:{port}" for port in _engine_ports(config)]
     folder.place_engines(urls)
     return _plan(config, folder, urls, devices)
 
@@ -126,12 +175,16 @@ def _check_task(config: RunConfig, task, vocab_size: int) -> None:
 def _devices(config: RunConfig) -> list[str]:
     """The GPUs in use, as CUDA_VISIBLE_DEVICES names them: the learner's first, then each engine's."""
     devices = gpu_names()
-    needed = config.parallel.ranks + config.engine.count * config.engine.tp
+    needed = _learner_ranks(config) + (0 if config.mode == "replay" else config.engine.count * config.engine.tp)
     if len(devices) < needed:
         raise UserError(f"this machine has {len(devices)} GPUs, the recipe needs {needed} "
                         f"(parallel.ranks={config.parallel.ranks}, engine.count={config.engine.count} times "
                         f"engine.tp={config.engine.tp}): make one of them smaller")
     return devices
+
+
+def _learner_ranks(config: RunConfig) -> int:
+    return 0 if config.mode == "rollout" else config.parallel.ranks
 
 
 def _engine_ports(config: RunConfig) -> list[int]:
@@ -163,10 +216,8 @@ def _cannot_bind(host: str, port: int) -> Exception | None:
 
 def _plan(config: RunConfig, folder: RunFolder, urls: list[str], devices: list[str] | None) -> Plan:
     """`devices`: GPU names, None without GPUs."""
-    from torch.distributed import TCPStore
-
     from sao_megatron.engine.process import engine_command, engine_environment
-    ranks, tp, gpu = config.parallel.ranks, config.engine.tp, devices is not None
+    ranks, tp, gpu = _learner_ranks(config), config.engine.tp, devices is not None
     common = {"PYTHONUNBUFFERED": "1"} | ({} if gpu else {"OMP_NUM_THREADS": "1"})
     cli = [sys.executable, "-m", "sao_megatron.cli"]
 
@@ -176,127 +227,10 @@ def _plan(config: RunConfig, folder: RunFolder, urls: list[str], devices: list[s
     engines = [ProcessSpec(f"engine-{i}",
                            engine_command(config, folder.model_dir(config), urlsplit(url).port, gpu),
                            engine_environment(gpu, tp) | on(ranks + i * tp, tp)) for i, url in enumerate(urls)]
-    # The ranks meet at a store of ours, as under torchrun: a free port that rank 0 were to bind later could be taken.
-    rendezvous = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(rendezvous.port),
-             "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     learners = [ProcessSpec(f"learner-{rank}", [*cli, "learner", str(folder.path)],
                             on(0, ranks) | group | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
                 for rank in range(ranks)]
-    controller = ProcessSpec("controller", [*cli, "controller", str(folder.path)], common)
-    return Plan(engines, controller, learners, urls, rendezvous)
-
-
-def _run(config: RunConfig, folder: RunFolder, plan: Plan, store: Store, progress: Progress) -> None:
-    with Supervisor(folder.log_dir) as supervisor:
-        store.set_state(summary.STARTED_AT, time.time())
-        supervisor.start(plan.processes)
-        progress.note(f"started {', '.join(spec.name for spec in plan.processes)}; logs are in {folder.log_dir}")
-        try:
-            Watch(config, plan, store, supervisor, progress).until_done()
-        finally:
-            progress.close()
-            progress.note("stopping what still runs")
-
-
-class Watch:
-    """Follows a started run: shows its steps and raises RunError as soon as a process has failed."""
-
-    def __init__(self, config: RunConfig, plan: Plan, store: Store, supervisor: Supervisor, progress: Progress):
-        self._config, self._store, self._supervisor, self._progress = config, store, supervisor, progress
-        self._workers = {spec.name for spec in [*plan.learners, plan.controller]}
-        self._urls = dict(zip((spec.name for spec in plan.engines), plan.urls, strict=True))
-        self._starting = dict(self._urls)
-        self._started = time.monotonic()
-        self._first_end: float | None = None
-        self._last_step, self._steps = -1, 0
-
-    def until_done(self) -> None:
-        """Return when the learner ranks and the controller have ended well."""
-        while not self._all_ended(self._supervisor.poll()):
-            self._show_steps()
-            self._check_engines()
-            self._show_status()
-            time.sleep(POLL_SECONDS)
-        self._show_steps()
-
-    def _all_ended(self, ended: dict[str, int]) -> bool:
-        if failed := self._failed(ended):
-            raise self._failure(failed)
-        if ended and self._first_end is None:
-            self._first_end = time.monotonic()
-        missing = sorted(self._workers - ended.keys())
-        if missing and ended and time.monotonic() - self._first_end > EXIT_SECONDS:
-            raise RunError(f"{', '.join(missing)} still run {EXIT_SECONDS:.0f} s after the run had finished and "
-                           f"{', '.join(sorted(ended))} had ended: see {self._supervisor.log_path(missing[0])}")
-        return not missing
-
-    def _failed(self, ended: dict[str, int]) -> list[str]:
-        # Read after the exit codes were: a rank first says that the run is finished, then ends.
-        finished = self._store.get_state("learner_finished", False)
-        return [name for name, code in ended.items() if code or not finished or name not in self._workers]
-
-    def _failure(self, failed: list[str]) -> RunError:
-        """The error for processes that ended. Where they blame an engine, it gets time to end and to say why itself."""
-        deadline = time.monotonic() + ENGINE_END_SECONDS
-        while not (engines := [name for name in failed if name in self._urls]):
-            if not self._blame_an_engine(failed) or time.monotonic() > deadline:
-                return self._supervisor.failure(failed)
-            time.sleep(POLL_SECONDS)
-            failed = self._failed(self._supervisor.poll())
-        return self._supervisor.failure(failed, suspects=engines)
-
-    def _blame_an_engine(self, failed: list[str]) -> bool:
-        reasons = [last_words(self._supervisor.log_path(name))[0] for name in failed]
-        return any(url in reason for url in self._urls.values() for reason in reasons)
-
-    def _check_engines(self) -> None:
-        for name, url in list(self._starting.items()):
-            if _is_healthy(url):
-                del self._starting[name]
-            elif time.monotonic() - self._started > self._config.engine.start_timeout:
-                raise RunError(f"{name} at {url} is not healthy after {self._config.engine.start_timeout:.0f} s "
-                               f"(engine.start_timeout): see {self._supervisor.log_path(name)}")
-
-    def _show_steps(self) -> None:
-        for row in self._store.steps(after=self._last_step):
-            self._last_step, self._steps = row.step, self._steps + 1
-            self._progress.step(self._steps, row.metrics)
-        self._progress.flush(now=False)
-
-    def _show_status(self) -> None:
-        """Start-up stage by stage; later only where nothing else was shown for a while."""
-        if self._store.published() is None:
-            healthy = len(self._urls) - len(self._starting)
-            self._progress.status(f"start-up: engines {healthy}/{len(self._urls)} ready, "
-                                  f"learner {self._learner_stage()}")
-        elif self._progress.quiet():
-            self._progress.status(self._doing())
-
-    def _learner_stage(self) -> str:
-        warmup = self._store.get_state("warmup")
-        if warmup is None:
-            return "starting"
-        if warmup["step"] < warmup["steps"]:
-            return f"in warm-up step {warmup['step']}/{warmup['steps']}"
-        return "publishes its first weights"
-
-    def _doing(self) -> str:
-        if self._store.get_state("learner_finished", False):
-            return "learner finished; waiting for the controller (last evaluation)"
-        ready, in_flight = self._store.counts()["ready"], self._store.get_state("in_flight", 0)
-        return (f"step {self._steps + 1} under way: {ready} trajectories ready of {self._config.batch.trajectories}, "
-                f"{in_flight} episodes in flight")
-
-
-def _is_healthy(url: str) -> bool:
-    """Whether GET /health says 200. Not by urllib, which would ask an HTTP proxy."""
-    address = urlsplit(url)
-    connection = HTTPConnection(address.hostname, address.port, timeout=0.5)
-    try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == 200
-    except (OSError, HTTPException):
-        return False
-    finally:
-        connection.close()
+    controller = None if config.mode == "replay" else ProcessSpec(
+        "controller", [*cli, "controller", str(folder.path)], common)
+    return Plan(engines, controller, learners, urls)

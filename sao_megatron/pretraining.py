@@ -17,7 +17,7 @@ from sao_megatron.device import gpu_names, has_gpu
 from sao_megatron.errors import UserError
 from sao_megatron.run_folder import RunFolder
 from sao_megatron.supervisor import ProcessSpec, Supervisor
-from sao_megatron.trajectory.store import Store
+from sao_megatron.trajectory.recorded import find_store
 
 POLL_SECONDS = 0.2
 
@@ -27,7 +27,7 @@ def pretrain_value(recipe: Path, overrides: list[str], trajectories: Path, steps
     config = run_config.load(recipe, overrides)
     if steps < 1:
         raise UserError(f"--steps {steps}: give at least 1")
-    store = _store(trajectories, config.batch.trajectories)
+    store = find_store(trajectories, config.batch.trajectories, dropped_too=True)
     folder = RunFolder(output or config.runs_dir / f"{config.name}-value")
     if folder.path.exists():
         raise UserError(f"{folder.path} exists already: choose another folder with --output, or delete it")
@@ -42,20 +42,6 @@ def pretrain_value(recipe: Path, overrides: list[str], trajectories: Path, steps
         supervisor.start(_ranks(config, folder, store, steps))
         _watch(supervisor, config.parallel.ranks, folder.path / "metrics.jsonl")
     print(f"done; start a run from it with critic.path={folder.path / 'critic'}")
-
-
-def _store(path: Path, batch: int) -> Path:
-    """The store file behind what a person gave; it must fill one batch."""
-    found = RunFolder(path).store_path if path.is_dir() else path
-    if not found.is_file():
-        raise UserError(f"--trajectories: {found} does not exist: give the folder of a run (such as runs/first) or its "
-                        f"trajectories.sqlite")
-    with Store(found) as store:
-        count = len(store.recorded())
-    if count < batch:
-        raise UserError(f"--trajectories: {found} holds {count} finished trajectories, one batch needs {batch} "
-                        f"(batch.trajectories): record more, or make the batch smaller")
-    return found
 
 
 def _prepare(config: RunConfig, folder: RunFolder) -> None:

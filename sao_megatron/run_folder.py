@@ -1,11 +1,15 @@
 """The files through which the processes of one run find each other: runs/<name>/."""
 from __future__ import annotations
 
+import fcntl
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from sao_megatron import config as run_config
+from sao_megatron.checkpoints import CheckpointFolder
 from sao_megatron.config import RunConfig
 from sao_megatron.errors import UserError
 
@@ -34,12 +38,36 @@ class RunFolder:
         return self.path / "tokens"
 
     @property
+    def paused_path(self) -> Path:
+        """The learner trains nothing while this file exists (alarms.on_alarm=pause writes it)."""
+        return self.path / "PAUSED"
+
+    @property
+    def checkpoints(self) -> CheckpointFolder:
+        return CheckpointFolder(self.path / "checkpoints")
+
+    @property
+    def export_path(self) -> Path:
+        """The HF checkpoint of the last weights: it appears when it is complete."""
+        return self.path / "hf"
+
+    @property
     def log_dir(self) -> Path:
         return self.path / "logs"
 
     @property
     def summary_path(self) -> Path:
         return self.path / "summary.json"
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Be the only launcher of this run. Raises UserError if there is one; the lock ends with its process."""
+        with (self.path / "lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise UserError(f"{self.path} is running: end that `sao-megatron` first") from None
+            yield
 
     def config(self) -> RunConfig:
         """Raises UserError if this is not the folder of a run."""

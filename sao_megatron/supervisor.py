@@ -7,28 +7,26 @@ killed with SIGKILL, the kernel ends the children.
 """
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import signal
 import subprocess
-import sys
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
+from sao_megatron.child import end_with_parent
 from sao_megatron.errors import RunError
 
 GRACE_SECONDS = 10.0
 """Between SIGTERM and SIGKILL."""
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_PR_SET_PDEATHSIG = 1
 _RANK = re.compile(r"^\[rank\d+\]: ")
 """What torch.distributed puts before each line of a traceback."""
-_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 @dataclass(frozen=True)
@@ -70,13 +68,26 @@ class Supervisor:
     def start(self, specs: list[ProcessSpec]) -> None:
         """Start all of them without waiting. Raises RunError where a command cannot be executed."""
         for spec in specs:
+            self._keep_log(spec.name)
             with self.log_path(spec.name).open("wb") as log:
                 try:
                     self._children[spec.name] = subprocess.Popen(
                         spec.command, env=os.environ | spec.environment, stdin=subprocess.DEVNULL, stdout=log,
-                        stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=_end_with_parent)
+                        stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=end_with_parent)
                 except OSError as error:
                     raise RunError(f"{spec.name} cannot be started: {error}") from None
+
+    def _keep_log(self, name: str) -> None:
+        """Give the log of an earlier process of this name a number: learner-0.1.log, learner-0.2.log …"""
+        number = 1
+        while (kept := self.log_dir / f"{name}.{number}.log").exists():
+            number += 1
+        with suppress(FileNotFoundError):
+            self.log_path(name).rename(kept)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._children)
 
     def poll(self) -> dict[str, int]:
         """Exit codes of the children that have ended (−n: by signal n).
@@ -91,7 +102,12 @@ class Supervisor:
 
     def stop(self) -> None:
         """End every child and all that it started: SIGTERM, then SIGKILL after the grace. Returns when all are gone."""
-        sessions = {child.pid for child in self._children.values()}
+        self.end(self._children.keys())
+
+    def end(self, names: Iterable[str]) -> None:
+        """Like `stop`, for these children."""
+        ending = [child for name, child in self._children.items() if name in names]
+        sessions = {child.pid for child in ending}
         for process in _living(sessions):
             with suppress(psutil.NoSuchProcess):
                 process.terminate()
@@ -102,7 +118,7 @@ class Supervisor:
         for process in living:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
-        for child in self._children.values():
+        for child in ending:
             child.wait(timeout=GRACE_SECONDS)
 
     def _reap(self) -> None:
@@ -122,11 +138,6 @@ class Supervisor:
         return RunError("\n".join([
             f"{name} ended unexpectedly with {how}{others}: {reason}; its log is {self.log_path(name)}",
             *(f"  | {line}" for line in tail)]))
-
-
-def _end_with_parent() -> None:
-    if _libc is not None:
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _living(sessions: set[int]) -> list[psutil.Process]:

@@ -143,6 +143,15 @@ class RunningMean:
             self.overall.append(outcome)
         return torch.tensor(result, dtype=torch.float32)
 
+    def state_dict(self) -> dict:
+        """The history, JSON-able."""
+        return {"overall": list(self.overall), "of_prompt": {p: list(h) for p, h in self.of_prompt.items()}}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Take over a history that `state_dict` gave."""
+        self.overall = deque(state["overall"], maxlen=self.overall.maxlen)
+        self.of_prompt = {p: deque(history, maxlen=self.per_prompt) for p, history in state["of_prompt"].items()}
+
 
 def _pad(lengths: Tensor):
     """Mask [trajectories, longest] and a function that spreads [actions] over it."""

@@ -1,30 +1,40 @@
-"""The learner's loop, run by every rank: lease a batch, train, mark it trained, publish the new weights."""
+"""The learner's loop, run by every rank: lease a batch, train, mark it trained, publish the new weights.
+
+A learner that finds a checkpoint goes on from it. The order within a step makes that exact wherever it is killed: the
+trajectories are marked as trained before a checkpoint can hold weights that were trained on them, and a learner that
+starts takes back what was marked after its checkpoint. So no trajectory is trained twice in weights that survive, and
+none is lost.
+"""
 from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict
-from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
 import torch.distributed as dist
 
 from sao_megatron.learner import runtime
+from sao_megatron import config as run_config
+from sao_megatron.checkpoints import Checkpoint, check_same_run
 from sao_megatron.config import RunConfig
 from sao_megatron.errors import RunError
+from sao_megatron.learner import checkpoint
+from sao_megatron.learner.bookkeeping import Clock, batch_metrics, flat_settings
 from sao_megatron.learner.records import gather_records
 from sao_megatron.learner.trainer import StepResult, Trainer
 from sao_megatron.run_folder import RunFolder
+from sao_megatron.telemetry.alarms import Alarms
 from sao_megatron.telemetry.records import Recorder
 from sao_megatron.telemetry.tensorboard import StepWriter
 from sao_megatron.trajectory.store import Store
 from sao_megatron.trajectory.types import Trajectory, decode, encode
+from sao_megatron.trajectory.versions import version_of
 from sao_megatron.weights import hf
 from sao_megatron.weights.publisher import Publisher
 from sao_megatron.weights.shards import save_hf
 
 log = logging.getLogger("learner")
+PAUSE = 5.0  # seconds between two looks at whether the run is still paused
 
 
 def main(config: RunConfig, run_dir: Path, task) -> None:
@@ -50,18 +60,50 @@ class Learner:
         self.is_head = dist.get_rank() == 0
         hf_config = hf.read_config(self.model_dir)
         self.vocab_size = hf_config["vocab_size"]
-        self.trainer = Trainer(config, hf_config, hf.initial_weights(config, self.model_dir))
-        self.version = 0
+        self.store = Store(folder.store_path) if self.is_head else None
+        self.checkpoint, self.generation = self._begin()
+        self.first_step = self.checkpoint.step if self.checkpoint else 0
+        self.updates = self.checkpoint.state()["updates"] if self.checkpoint else 0
+        self.trainer = Trainer(config, hf_config,
+                               None if self.checkpoint else hf.initial_weights(config, self.model_dir))
+        self.publisher: Publisher | None = None
+        self.saver: checkpoint.Saver | None = None
         self.clock = Clock()
         self._appended = 0  # action tokens in the store when the last step was recorded
-        self.store = Store(folder.store_path) if self.is_head else None
-        self.writer = StepWriter(folder.path / "tensorboard") if self.is_head else None
+        self.writer = self._writer() if self.is_head else None
+        self.alarms = Alarms(config.alarms)
         self.recorder = Recorder(folder.tokens_dir, config.tokens.limit_mb, self.model_dir / "tokenizer.json")
+
+    def _writer(self) -> StepWriter:
+        settings = flat_settings(self.config.model_dump(mode="json"))
+        earlier = [(row.step, row.metrics) for row in self.store.steps()]
+        return StepWriter(self.folder.path / "tensorboard", settings, self.first_step, earlier)
+
+    def _begin(self) -> tuple[Checkpoint | None, int]:
+        """The checkpoint to go on from and this learner's generation, the same on every rank; fits the store to it."""
+        message: list = [None]
+        if self.is_head:
+            self.folder.checkpoints.clean()
+            latest = self.folder.checkpoints.latest()
+            if latest:
+                check_same_run(run_config.parse(latest.state()["config"], str(latest.path)), self.config)
+                log.info("going on from step %d (%s)", latest.step, latest.path)
+            generation = self.store.rewind(latest.step if latest else 0)
+            if self.folder.export_path.exists():  # of fewer steps, or of a run that died just before its end
+                self.folder.export_path.rename(self.folder.path / f"hf.{generation}")
+            message = [(latest, generation)]
+        dist.broadcast_object_list(message, src=0)
+        return message[0]
+
+    @property
+    def version(self) -> int:
+        """Of the weights as they are."""
+        return version_of(self.generation, self.updates)
 
     def warm_up(self, task) -> None:
         """Supervised steps on the task's demonstrations: they give a fresh model the format, not the skill."""
         section = self.config.warmup
-        if not section.steps:
+        if not section.steps or self.checkpoint:
             return
         log.info("supervised warm-up: %d steps of %d demonstrations", section.steps, section.trajectories)
         episodes = list(task.demonstrations(section.steps * section.trajectories, self.config.seed))
@@ -74,21 +116,27 @@ class Learner:
         self.trainer.supervised(batches, section.lr, report)
 
     def run(self) -> None:
-        """Publish version 0, then train, publish, and export at the end."""
+        """Publish the weights, then train, publish and save, and export at the end."""
         self.trainer.begin_reinforcement()
-        self.publisher = Publisher(self.trainer.policy_shards, self.folder.engine_urls(), self.config.engine.tp,
-                                   self.vocab_size, self.config.publication, runtime.backend())
-        self.publisher.connect(self.config.engine.start_timeout)
-        self._publish(steps=0)
+        if self.checkpoint:
+            checkpoint.load(self.trainer, self.checkpoint)
+        self.saver = checkpoint.Saver(self.trainer, self.folder.checkpoints, self.generation)
+        if self.config.mode == "train":
+            self.publisher = Publisher(self.trainer.policy_shards, self.folder.engine_urls(), self.config.engine.tp,
+                                       self.vocab_size, self.config.publication, runtime.backend())
+            self.publisher.connect(self.config.engine.start_timeout)
+            self._publish(self.first_step, verify=True)
         if self.is_head:
-            self.store.release()  # leases of an earlier learner of this run
+            self._appended = self.store.appended_tokens()
         self.clock.restart()
-        for step in range(self.config.total_steps):
+        for step in range(self.first_step, self.config.total_steps):
             self._step(step)
+        self.saver.finish()
         if self.is_head:
-            self.store.set_state("learner_finished", True)
-        save_hf(self.trainer.policy_shards, self.folder.path / "hf", self.model_dir)
-        self.publisher.close()
+            self.store.set_state("finished", True)
+        save_hf(self.trainer.policy_shards, self.folder.export_path, self.model_dir)
+        if self.publisher:
+            self.publisher.close()
         if self.is_head:
             self.writer.close()
             self.store.close()
@@ -96,20 +144,24 @@ class Learner:
     def _step(self, step: int) -> None:
         update_policy = step >= self.config.algorithm.critic_only_steps or not self.trainer.preset.has_critic
         with self.clock.phase("wait"):
-            trajectories = self._lease()
+            trajectories = self._lease(step)
         result = self.trainer.train_step(trajectories, self.version, update_policy, self.clock.phase)
         self._record(step, trajectories, result)
-        metrics = result.metrics | _batch_metrics(trajectories, self.version) | {"policy_updated": update_policy}
-        self.version += update_policy
+        metrics = result.metrics | batch_metrics(trajectories, self.version) | {"policy_updated": update_policy}
+        self.updates += update_policy
         if self.is_head:
             metrics |= self._rates(metrics)
-            self.store.mark_trained(step, self.version, [t.id for t in trajectories], metrics)
+            self.store.mark_trained(step, self.version, [t.id for t in trajectories], metrics, self.owner)
             self.writer.write(step, metrics, result.statistics)
-        with self.clock.phase("publish"):
-            if update_policy:
-                self._publish(steps=step + 1)
-            elif self.is_head:
-                self.store.set_published(self.version, step + 1)
+            self._mind(step, metrics)
+        if self.publisher:
+            with self.clock.phase("publish"):
+                if update_policy:
+                    self._publish(step + 1)
+                elif self.is_head:
+                    self.store.set_published(self.version, step + 1)
+        with self.clock.phase("checkpoint"):
+            self._save(step + 1)
 
     def _record(self, step: int, trajectories: list[Trajectory], result: StepResult) -> None:
         """Token records of the step (collective)."""
@@ -118,23 +170,55 @@ class Learner:
             records = gather_records(result.batches, trajectories, section.trajectories, (self.config.seed, step))
             self.recorder.write(step, self.version, records)
 
-    def _lease(self) -> list[Trajectory]:
+    def _mind(self, step: int, metrics: dict[str, float]) -> None:
+        """Say what alarms this step raises, and do what alarms.on_alarm wants."""
+        for sentence in self.alarms.check(metrics):
+            log.warning("alarm at step %d: %s", step, sentence)
+            self.writer.alarm(step, sentence)
+            if self.config.alarms.on_alarm == "stop":
+                raise RunError(f"stopped by an alarm at step {step} (alarms.on_alarm=stop): {sentence}")
+            if self.config.alarms.on_alarm == "pause":
+                self.folder.paused_path.write_text(f"step {step}: {sentence}\n")
+
+    def _save(self, steps: int) -> None:
+        """A checkpoint, if it is time for one; only after the store has recorded the step."""
+        every = self.config.checkpoint.every
+        if every and (steps % every == 0 or steps == self.config.total_steps):
+            self.saver.save(steps, self.updates)
+        else:
+            self.saver.advance()
+
+    @property
+    def owner(self) -> str:
+        """Under which name this learner leases trajectories."""
+        return f"learner-{self.generation}"
+
+    def _lease(self, step: int) -> list[Trajectory]:
         """The next batch, the same on every rank. Rank 0 waits for it and tells the others every few seconds."""
         deadline = time.monotonic() + self.config.rollout.starvation_timeout
         while True:
-            message: list = [self._poll(deadline) if self.is_head else None]
+            if self.is_head and self.folder.paused_path.exists():
+                log.info("paused until %s is deleted: %s", self.folder.paused_path,
+                         self.folder.paused_path.read_text().strip())
+                deadline += PAUSE
+                time.sleep(PAUSE)
+                message: list = [[]]
+            else:
+                message = [self._poll(step, deadline) if self.is_head else None]
             dist.broadcast_object_list(message, src=0)
             if message[0]:
                 return [decode(blob) for blob in message[0]]
 
-    def _poll(self, deadline: float, seconds: float = 10.0) -> list[bytes]:
+    def _poll(self, step: int, deadline: float, seconds: float = 10.0) -> list[bytes]:
         """Up to `seconds` of waiting for a full batch; [] if there is none yet."""
         count, until = self.config.batch.trajectories, time.monotonic() + seconds
         while time.monotonic() < until:
-            if leased := self.store.lease(count, f"learner-{self.publisher.incarnation}", self.version,
-                                          self.config.rollout.max_token_lag,
-                                          self.trainer.preset.rollouts_per_prompt):
+            if leased := self.store.lease(count, self.owner, self.version, self.config.rollout.max_token_lag,
+                                          self.trainer.preset.rollouts_per_prompt, step):
                 return [encode(self._checked(trajectory)) for trajectory in leased]
+            if self.publisher is None:
+                raise RunError(f"the recorded trajectories are used up: step {step} needs {count}, the store holds "
+                               f"{self.store.counts()}: ask for fewer steps")
             if time.monotonic() > deadline:
                 raise RunError(f"no batch of {count} trajectories became ready within rollout.starvation_timeout="
                                f"{self.config.rollout.starvation_timeout:.0f} s (store: {self.store.counts()}): look "
@@ -147,10 +231,11 @@ class Learner:
         trajectory.check_vocabulary(self.vocab_size)
         return trajectory
 
-    def _publish(self, steps: int) -> None:
+    def _publish(self, steps: int, verify: bool = False) -> None:
+        """`steps`: learner steps that the weights include; `verify`: whether or not it is time to."""
         seconds = self.publisher.publish(self.version)
         every = self.config.publication.verify_every
-        if every and self.version % every == 0:
+        if every and (verify or self.updates % every == 0):
             difference = self.publisher.verify(self.version, self.trainer.score)
             log.info("version %d verified: engines' log-probs differ by %.1e nats a token", self.version, difference)
         if self.is_head:
@@ -167,42 +252,3 @@ class Learner:
             "learner/tokens_per_second": metrics["tokens/total"] / seconds["step"],
             "engine/tokens_per_second": sampled / seconds["step"],
             "queue/ready": counts.get("ready", 0), "queue/in_flight": self.store.get_state("in_flight", 0)}
-
-
-def _batch_metrics(trajectories: list[Trajectory], version: int) -> dict[str, float]:
-    """What the batch is like before any gate: outcomes, sizes, lags (in versions, over action tokens)."""
-    lags = np.concatenate([version - t.action_versions for t in trajectories])
-    return {
-        "reward/mean": float(np.mean([t.reward for t in trajectories])),
-        "reward/solve_rate": float(np.mean([bool(t.info.get("solved")) for t in trajectories])),
-        "lag/mean": float(lags.mean()), "lag/max": int(lags.max()),
-        "trajectories/count": len(trajectories),
-        "trajectories/mixed_version": sum(bool(np.ptp(t.action_versions)) for t in trajectories),
-        "trajectories/truncated": sum(t.status == "truncated" for t in trajectories),
-        "tokens/action": len(lags), "tokens/total": sum(len(t) for t in trajectories)}
-
-
-PHASES = ("wait", "critic", "recompute", "policy", "publish")
-"""`recompute` is the further forward pass that some presets pay for their behaviour policy."""
-
-
-class Clock:
-    """Seconds by phase between two steps."""
-
-    def __init__(self):
-        self._begin, self._spent = time.monotonic(), defaultdict(float)
-
-    @contextmanager
-    def phase(self, name: str):
-        begin = time.monotonic()
-        yield
-        self._spent[name] += time.monotonic() - begin
-
-    def restart(self) -> dict[str, float]:
-        """Seconds of each phase, of the whole step and of the rest (`other`), since the last restart."""
-        now = time.monotonic()
-        seconds = {name: self._spent[name] for name in PHASES}
-        seconds["step"] = now - self._begin
-        seconds["other"] = seconds["step"] - sum(seconds[name] for name in PHASES)
-        self._begin, self._spent = now, defaultdict(float)
-        return seconds

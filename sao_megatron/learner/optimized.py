@@ -28,6 +28,11 @@ class Optimized:
             lr_decay_style="linear", start_wd=adam.weight_decay, end_wd=adam.weight_decay, wd_incr_steps=0,
             wd_incr_style="constant")
 
+    def go_on_from(self, steps: int) -> None:
+        """Be at the place of the schedule where `steps` updates have been made."""
+        self.scheduler.num_steps = 0
+        self.scheduler.step(steps)
+
     def zero_grad(self) -> None:
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()

@@ -31,6 +31,7 @@ from sao_megatron.learner.passes import (DeviceBatch, local_batches, local_micro
 from sao_megatron.telemetry.statistics import Statistics, Tokens
 from sao_megatron.trajectory.packing import mini_batches, pack
 from sao_megatron.trajectory.types import Trajectory
+from sao_megatron.trajectory.versions import lag
 from sao_megatron.weights.hf import TensorSource
 from sao_megatron.weights.shards import ShardMap
 
@@ -46,7 +47,8 @@ class StepResult:
 
 
 class Trainer:
-    def __init__(self, config: RunConfig, hf_config: dict, source: TensorSource):
+    def __init__(self, config: RunConfig, hf_config: dict, source: TensorSource | None):
+        """`source`: the policy's first weights; None leaves them unset, for a checkpoint to fill."""
         self.config, self.hf_config = config, hf_config
         self.dtype = getattr(torch, config.model.dtype)
         algorithm = config.algorithm.model_dump()
@@ -54,7 +56,8 @@ class Trainer:
         check_batch(self.preset, config.batch.trajectories, config.batch.mini_batches)
         module = models.build(hf_config, config.parallel, self.dtype)
         self.policy_shards = ShardMap(module, hf_config)
-        self.policy_shards.load(source)
+        if source is not None:
+            self.policy_shards.load(source)
         self.policy_ddp = wrap(module)
         self.policy: Optimized | None = None
         self.critic: Critic | None = None
@@ -199,7 +202,7 @@ def _counted(batch: DeviceBatch, version: int, tasks: tuple[str, ...]) -> Tokens
         log_ratio=to_numpy(seen.log_ratio), rollout_logprob=to_numpy(batch.rollout_logprobs),
         weight=to_numpy(seen.weight), fate=to_numpy(seen.fate),
         entropy=to_numpy(batch.results["entropy"]), advantage=to_numpy(batch.results["advantages"]),
-        lag=version - batch.held_versions, length=per_token(lengths),
+        lag=lag(version, batch.held_versions), length=per_token(lengths),
         turn=np.concatenate([np.zeros(0, np.int64), *(t.turns[t.action_mask] for t in trajectories)])[held],
         position=np.concatenate([np.zeros(0, np.int64), *(np.arange(n) for n in lengths)])[held],
         task=per_token([tasks.index(t.task) for t in trajectories]))

@@ -3,8 +3,8 @@
 It meets the learner only in the store: it reads which weights are published and how many trajectories wait or are
 trained, starts as many episodes as pacing admits, and never waits for the learner while it may start one. Killed and
 started again it continues at the next free seq; the episodes that were in flight are lost, finished ones are not. Where
-several rollouts of a prompt make a group, it continues at the next group, and what is left of groups that lost a member
-is dropped and counted.
+several rollouts of a prompt make a group, it first plays again those that unfinished groups lost, then continues at the
+next group.
 """
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ MOST_ERRORS_IN_A_ROW = 20
 
 async def run_controller(config: RunConfig, task: Task, store: Store, clients: list[Generator],
                          learner_patience: float = LEARNER_PATIENCE) -> None:
-    """Roll out until the store's state says "learner_finished" (then evaluates and returns) or "stop" (returns).
+    """Roll out until the store's state says "finished" (then evaluates and returns) or "stop" (returns).
+
+    Where nothing trains (`mode: rollout`) it says "finished" itself, when the trajectories of all steps are there.
 
     Evaluates before the first episode and after the last where `evaluation.episodes` is set, each once in a run.
     Raises RunError if an engine fails, if 20 episodes in a row end with a failed environment, or if the controller
@@ -46,11 +48,12 @@ class _Controller:
         self.pool = ClientPool(clients)
         group = self.settings.rollouts_per_prompt
         self.next_seq = -(-store.next_seq() // group) * group
-        if group > 1:
-            store.drop_unfinishable(group)
+        self.again = store.missing_seqs(group) if group > 1 else []
+        """Seqs of a dead controller's episodes that unfinished groups wait for."""
         self.room = 0
         """Episodes that pacing still admits. One that ends as ready does not change it: it stays live."""
         self.episodes: set[asyncio.Task] = set()
+        self.finished: list[tuple[Trajectory, int]] = []
         self.failure = asyncio.get_running_loop().create_future()
         self.errors_in_a_row = 0
         self.first_error = ""
@@ -89,7 +92,7 @@ class _Controller:
         """Keep episodes in flight; True when the learner has finished, False when told to stop."""
         published, idle_since = None, time.monotonic()
         while True:
-            if self.store.get_state("learner_finished"):
+            if self.store.get_state("finished"):
                 return True
             if self.store.get_state("stop"):
                 return False
@@ -107,7 +110,13 @@ class _Controller:
     def _admit(self, steps: int) -> None:
         counts = self.store.counts()
         live = len(self.episodes) + counts["ready"] + counts["leased"] + counts["trained"]
-        self.room = admissible(live, steps, self.config.rollout.max_lag, self.config.batch.trajectories)
+        batch = self.config.batch.trajectories
+        if self.config.mode == "rollout":
+            self.room = max(0, self.config.total_steps * batch - live)
+            if counts["ready"] >= self.config.total_steps * batch:
+                self.store.set_state("finished", True)
+        else:
+            self.room = admissible(live, steps, self.config.rollout.max_lag, batch)
         self._start_episodes()
         if time.monotonic() - self.in_flight_written >= IN_FLIGHT_EVERY:
             self.in_flight_written = time.monotonic()
@@ -115,18 +124,37 @@ class _Controller:
 
     def _start_episodes(self) -> None:
         while self.room > 0 and len(self.episodes) < self.config.rollout.concurrency:
-            episode = asyncio.create_task(self._episode(self.next_seq))
+            episode = asyncio.create_task(self._episode(self._take_seq()))
             episode.add_done_callback(self._ended)
             self.episodes.add(episode)
             self.room -= 1
-            self.next_seq += 1
+
+    def _take_seq(self) -> int:
+        if self.again:
+            return self.again.pop(0)
+        self.next_seq += 1
+        return self.next_seq - 1
 
     async def _episode(self, seq: int) -> None:
         prompt = self.task.prompt(seq // self.settings.rollouts_per_prompt)
         with self.pool.least_busy() as client:
             trajectory = await run_episode(client, self.task, prompt, self.settings, seq)
-        self.store.append(trajectory, seq)
+        self._append(trajectory, seq)
         self._count_errors(trajectory)
+
+    def _append(self, trajectory: Trajectory, seq: int) -> None:
+        """In one write with the others that end in this turn of the event loop: before its episode counts as ended."""
+        self.finished.append((trajectory, seq))
+        if len(self.finished) == 1:
+            asyncio.get_running_loop().call_soon(self._write_finished)
+
+    def _write_finished(self) -> None:
+        finished, self.finished = self.finished, []
+        try:
+            self.store.append_all(finished)
+        except Exception as error:  # nobody awaits this
+            if not self.failure.done():
+                self.failure.set_exception(error)
 
     def _count_errors(self, trajectory: Trajectory) -> None:
         if trajectory.status is not Status.ERROR:

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sao_megatron.trajectory.types import Trajectory
+from sao_megatron.trajectory.versions import lag
 
 log = logging.getLogger("records")
 
@@ -121,7 +122,7 @@ def _table(step: int, version: int, recorded: Recorded, words: Words) -> pa.Tabl
         "chosen": recorded.chosen, "trajectory_reward": t.reward,
         "position": np.arange(len(t)), "token_id": t.tokens, "token": words.of(t.tokens), "turn": t.turns,
         "kind": kind.tolist(), "reward": t.rewards}
-    actions = {"version": t.action_versions, "lag": version - t.action_versions,
+    actions = {"version": t.action_versions, "lag": lag(version, t.action_versions),
                "rollout_logprob": t.rollout_logprobs[action]} | recorded.results
     if "log_ratio" in actions:
         with np.errstate(over="ignore"):

@@ -13,14 +13,14 @@ from sao_megatron.trajectory.store import EvaluationRow, StepRow, Store
 
 STARTED_AT = "started_at"
 """Key of the store's state: when the launcher started the processes, Unix seconds."""
-_PHASES = ("wait", "critic", "recompute", "policy", "publish", "other")
+_PHASES = ("wait", "critic", "recompute", "policy", "publish", "checkpoint", "other")
 
 
 def write_summary(run_dir: Path) -> dict[str, Any]:
     """Compute the summary, write it to run_dir/summary.json and return it.
 
     Seconds are wall-clock sums over the steps; `total` also has the start-up (until the first step began) and the
-    evaluations. Rates are fractions, `lag_*` in weight versions. What the run did not record is None.
+    evaluations. Rates are fractions, `lag_*` in policy updates. What the run did not record is None.
     Raises UserError if the folder holds no store.
     """
     folder = RunFolder(Path(run_dir))
@@ -103,6 +103,6 @@ def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("learner steps", f"{summary['steps']}, on {summary['trajectories_trained']} trajectories "
                           f"({summary['mixed_version_trajectories']} of mixed versions)"),
         ("masked by DIS", f"{form(summary['mask_rate_mean'], '.2%')} of action tokens"),
-        ("lag", f"mean {form(summary['lag_mean'], '.2f')}, largest {form(summary['lag_max'], '.0f')} versions"),
+        ("lag", f"mean {form(summary['lag_mean'], '.2f')}, largest {form(summary['lag_max'], '.0f')} updates"),
         ("tokens/s", f"learner {form(rates['learner'], ',.0f')}, engines {form(rates['engine'], ',.0f')}"),
         ("time", f"{total} ({phases})")]

@@ -30,19 +30,20 @@ LAYOUT = {
         "explained variance": ["Multiline", ["critic/explained_variance"]],
         "engine against learner at lag 0 (nats)": ["Multiline", ["mismatch/mean", "mismatch/p99", "mismatch/max"]],
         "seconds by phase": ["Multiline", [f"seconds/{name}" for name in (
-            "wait", "critic", "recompute", "policy", "publish", "other")]]}}
+            "wait", "critic", "recompute", "policy", "publish", "checkpoint", "other")]]}}
 
 
 class StepWriter:
     """Writes one learner step at a time; the axis is the learner step.
 
-    `settings` (flat names and values) are shown as hyperparameters; `earlier` are the (step, metrics) of the steps
-    before a restart, which the heat maps show too.
+    `settings` (flat names and values) are shown as hyperparameters. After a restart, steps from `first_step` on that an
+    earlier learner wrote are hidden, since they are made again; `earlier` are the (step, metrics) of those before it,
+    which the heat maps show too.
     """
 
     def __init__(self, folder: Path, settings: dict[str, float | str | bool] | None = None,
-                 earlier: list[tuple[int, dict[str, float]]] = ()):
-        self._writer = SummaryWriter(str(folder), flush_secs=10)
+                 first_step: int = 0, earlier: list[tuple[int, dict[str, float]]] = ()):
+        self._writer = SummaryWriter(str(folder), flush_secs=10, purge_step=first_step)
         self._writer.add_custom_scalars(LAYOUT)
         if settings:
             for summary in hparams(settings, {"reward/mean": None}):
@@ -62,6 +63,11 @@ class StepWriter:
         if len(self._steps) % DRAW_EVERY == 0:
             self._draw(step)
             self._writer.add_figure("heat/advantage_ratio", heatmaps.advantage_ratio(statistics.joint), step)
+
+    def alarm(self, step: int, sentence: str) -> None:
+        """Mark the step: a sentence on the text page, and 1 under alarm/ on the scalar page."""
+        self._writer.add_text("alarms", sentence, step)
+        self._writer.add_scalar(f"alarm/{sentence.partition(' ')[0]}", 1.0, step)
 
     def _draw(self, step: int) -> None:
         for name in heatmaps.DRAWN:

@@ -2,22 +2,30 @@
 
 A trajectory is `ready` when it is appended, `leased` by a learner, then `trained`; a stale one is `dropped`, one whose
 environment failed is `error`. Every method is one transaction, and writers queue for SQLite's single write lock, so any
-number of processes may open the file and any of them may be killed at any time: what `append` returned for is kept
-(WAL with synchronous=NORMAL: through a killed process; a power cut may cost the last moments, never consistency).
+number of processes may open the file and any of them may be killed at any time, or the power cut: what `append`
+returned for is on the disk (synchronous=FULL). The journal is a write-ahead log, one sync of the disk a write; on a
+network file system, which cannot share the memory that this log needs, it is a rollback journal, several times slower
+(trajectory/journal.py). All processes that use a store run on one host. min_version and max_version count the policy
+updates in a trajectory's weights (trajectory/versions.py).
+
+A learner that died leaves leases, and perhaps steps that its surviving weights do not contain: `rewind` gives back what
+those weights have not trained, and remembers in which batches, so that they are trained again in the same ones.
 Blobs have a table of their own, so that changing a state never rewrites them, and triggers keep the running totals,
-so that counting costs the same at the first trajectory and at the millionth. Nothing is ever deleted.
+so that counting costs the same at the first trajectory and at the millionth. No trajectory is ever deleted.
 """
 from __future__ import annotations
 
 import json
 import sqlite3
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from sao_megatron.errors import RunError
+from sao_megatron.trajectory.journal import journal_mode
 from sao_megatron.trajectory.types import Status, Trajectory, decode, encode
+from sao_megatron.trajectory.versions import updates_in
 
 SCHEMA_VERSION = 1
 STATES = ("ready", "leased", "trained", "dropped", "error")
@@ -85,12 +93,13 @@ class Summary(NamedTuple):
 class Store:
     """A handle for one thread of one process. Raises RunError if the file is not a store of this schema version."""
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, journal: str | None = None):
+        """`journal`: WAL or TRUNCATE; by default what the file system allows."""
         self.path = Path(path)
         try:
             self._db = sqlite3.connect(self.path, timeout=LOCK_TIMEOUT, isolation_level=None)
-            self._db.execute("PRAGMA journal_mode = WAL")
-            self._db.execute("PRAGMA synchronous = NORMAL")
+            self._db.execute(f"PRAGMA journal_mode = {journal or journal_mode(self.path)}")
+            self._db.execute("PRAGMA synchronous = FULL")
             with self._transaction():
                 self._create_or_check()
         except sqlite3.Error as error:
@@ -140,41 +149,37 @@ class Store:
 
     def append(self, trajectory: Trajectory, seq: int) -> None:
         """Add a finished trajectory; `seq` is its place in admission order. Adding an id again changes nothing."""
-        failed = trajectory.status is Status.ERROR
-        versions, solved = trajectory.action_versions, trajectory.info.get("solved")
-        row = dict(
-            id=trajectory.id, seq=seq, task=trajectory.task, prompt_id=trajectory.prompt_id,
-            group_id=trajectory.group_id, status=trajectory.status, state="error" if failed else "ready",
-            reason=trajectory.info.get("error") if failed else None,
-            reward=None if failed else trajectory.reward, solved=None if solved is None else int(solved),
-            num_tokens=len(trajectory), num_actions=len(versions),
-            min_version=int(versions.min()) if len(versions) else None,
-            max_version=int(versions.max()) if len(versions) else None, created=time.time())
-        blob = encode(trajectory)
-        with self._transaction():
-            added = self._db.execute(_INSERT, row)
-            if added.rowcount:
-                self._db.execute("INSERT INTO blobs VALUES (?, ?)", (added.lastrowid, blob))
+        self.append_all([(trajectory, seq)])
 
-    def lease(self, count: int, owner: str, version: int, max_token_lag: int | None = None,
-              group_size: int = 1) -> list[Trajectory]:
+    def append_all(self, finished: list[tuple[Trajectory, int]]) -> None:
+        """`append` each of them, all or none: one sync of the disk, however many they are."""
+        added = [(_row(trajectory, seq), encode(trajectory)) for trajectory, seq in finished]
+        with self._transaction():
+            for row, blob in added:
+                inserted = self._db.execute(_INSERT, row)
+                if inserted.rowcount:
+                    self._db.execute("INSERT INTO blobs VALUES (?, ?)", (inserted.lastrowid, blob))
+
+    def lease(self, count: int, owner: str, version: int, max_token_lag: int | None = None, group_size: int = 1,
+              step: int | None = None) -> list[Trajectory]:
         """Take exactly `count` ready trajectories, lowest seq first; [] if fewer are ready.
 
-        `version` is the learner's weight version. Ready trajectories with a token from more than `max_token_lag`
-        versions before it are first marked dropped, reason "stale" (also where the answer is [], so that pacing gives
-        their places to new episodes). With `group_size` > 1, which must divide `count`, only complete groups are taken,
-        each one's members together; what is left of a group of which a member failed or was dropped is itself dropped,
-        reason "incomplete group", so that it cannot hold pacing's places.
+        `version` is the learner's weight version. Ready trajectories with a token from weights with over
+        `max_token_lag` fewer updates are first marked dropped, reason "stale" (also where the answer is [], so that
+        pacing gives their places to new episodes). With `group_size` > 1, which must divide `count`, only complete
+        groups are taken, each one's members together; what is left of a group of which a member failed or was dropped
+        is itself dropped, reason "incomplete group", so that it cannot hold pacing's places. `step` is the learner step
+        that they are for: if lost weights were trained in it (see `rewind`), then it is on the same trajectories.
         """
         with self._transaction():
             if max_token_lag is not None:
                 self._db.execute("UPDATE trajectories SET state = 'dropped', reason = 'stale' "
-                                 "WHERE state = 'ready' AND min_version < ?", (version - max_token_lag,))
+                                 "WHERE state = 'ready' AND min_version < ?", (updates_in(version) - max_token_lag,))
             if group_size > 1:
-                self._db.execute(_DROP_INCOMPLETE.format(
-                    broken="EXISTS (SELECT 1 FROM trajectories AS other WHERE other.group_id = trajectories.group_id "
-                           "AND other.state IN ('dropped', 'error'))"))
-            rows = [row for row, in self._db.execute(_READY_GROUPS, dict(count=count, size=group_size))]
+                self._db.execute(_DROP_BROKEN_GROUPS)
+            rows = [row for row, in self._db.execute(_READY_AGAIN, (step,))]
+            if len(rows) != count:
+                rows = [row for row, in self._db.execute(_READY_GROUPS, dict(count=count, size=group_size))]
             if len(rows) < count:
                 return []
             self._db.execute("UPDATE trajectories SET state = 'leased', leased_by = ? "
@@ -182,21 +187,53 @@ class Store:
         # Outside the transaction: reading large blobs must not keep the controller from appending.
         return self.read(rows)
 
-    def drop_unfinishable(self, group_size: int) -> None:
-        """Drop the ready members of groups that lack members which nobody is sampling any more.
+    def missing_seqs(self, group_size: int) -> list[int]:
+        """The seqs that unfinished groups still lack: those of episodes that a dead controller had in flight.
 
-        For a controller that starts again: the episodes that were in flight are lost, and it starts no old seq.
+        A group's seqs are the `group_size` numbers from a multiple of `group_size` on.
+        """
+        groups = self._db.execute("SELECT MIN(seq) FROM trajectories GROUP BY group_id HAVING COUNT(*) < ? "
+                                  "AND SUM(state != 'ready') = 0 ORDER BY 1", (group_size,)).fetchall()
+        wanted = [seq for first, in groups for seq in range(first - first % group_size,
+                                                           first - first % group_size + group_size)]
+        found = {seq for seq, in self._db.execute("SELECT seq FROM trajectories WHERE seq IN "
+                                                  "(SELECT value FROM json_each(?))", (json.dumps(wanted),))}
+        return [seq for seq in wanted if seq not in found]
+
+    def rewind(self, step: int) -> int:
+        """Take back what weights that include `step` learner steps have not trained. Returns the learner's generation.
+
+        For a learner that begins: leases of its predecessors and what they trained in steps `step` and later become
+        ready again, these for the same steps, and the records of those steps go. Generations count from 0; version
+        numbers of different ones differ (trajectory/versions.py). Raises RunError, and changes nothing, if the store
+        records fewer steps than the weights include: it is older than the checkpoint.
         """
         with self._transaction():
-            self._db.execute(_DROP_INCOMPLETE.format(
-                broken="(SELECT COUNT(*) FROM trajectories AS other WHERE other.group_id = trajectories.group_id) "
-                       f"< {int(group_size)}"))
+            recorded = self._one("SELECT COALESCE(MAX(step), -1) + 1 FROM steps")[0]
+            if recorded < step:
+                raise RunError(f"trajectory store {self.path} records {recorded} steps, the checkpoint holds {step}: "
+                               f"trajectories would be trained twice; remove the checkpoints after step {recorded}, "
+                               f"or bring back the store that belongs to them")
+            self._db.execute("UPDATE trajectories SET state = 'ready', leased_by = NULL "
+                             "WHERE state = 'leased' OR (state = 'trained' AND step >= ?)", (step,))
+            self._db.execute("DELETE FROM steps WHERE step >= ?", (step,))
+            generation = self.get_state("generation", -1) + 1
+            self._set("generation", generation)
+            self._set("first_step", step)
+        return generation
 
-    def release(self, owner: str | None = None) -> int:
-        """Return the leases of a dead learner (of every learner, without `owner`) to ready; how many there were."""
-        with self._transaction():
-            return self._db.execute("UPDATE trajectories SET state = 'ready', leased_by = NULL "
-                                    "WHERE state = 'leased' AND (?1 IS NULL OR leased_by = ?1)", (owner,)).rowcount
+    def copy_for_replay(self, path: Path) -> None:
+        """Write a store that holds the same trajectories, all yet to be trained, in the steps in which they were.
+
+        Failed and dropped ones stay what they are. Steps, evaluations and the state are left out.
+        """
+        with closing(sqlite3.connect(path)) as target:
+            self._db.backup(target)
+        with Store(path) as copy, copy._transaction():
+            copy._db.execute("UPDATE trajectories SET state = 'ready', leased_by = NULL "
+                             "WHERE state IN ('leased', 'trained')")
+            for table in ("steps", "evaluations", "state"):
+                copy._db.execute(f"DELETE FROM {table}")
 
     def recorded(self) -> list[int]:
         """Rows of all trajectories with an outcome, whatever became of them, in admission order."""
@@ -207,22 +244,24 @@ class Store:
         """Trajectories by row; changes nothing."""
         return [decode(self._one("SELECT blob FROM blobs WHERE row = ?", row)[0]) for row in rows]
 
-    def mark_trained(self, step: int, version: int, ids: list[str], metrics: dict[str, Any]) -> None:
-        """Record learner step `step`, which trained `ids` and led to weight version `version`.
+    def mark_trained(self, step: int, version: int, ids: list[str], metrics: dict[str, Any], owner: str) -> None:
+        """Record learner step `step`, in which `owner` trained `ids`, and which led to weight version `version`.
 
-        Raises RunError, and changes nothing, if the step exists or if any id is not leased: a trajectory is trained at
-        most once.
+        Raises RunError, and changes nothing, if the step exists or if any id is not leased by `owner`: a trajectory is
+        trained at most once.
         """
         with self._transaction():
             if self._one("SELECT 1 FROM steps WHERE step = ?", step):
                 raise RunError(f"trajectory store {self.path}: step {step} is already recorded: does another learner "
-                               "write to this run, or did this one restart from an older checkpoint?")
+                               "write to this run?")
             marked = self._db.execute("UPDATE trajectories SET state = 'trained', step = ? "
-                                      "WHERE state = 'leased' AND id IN (SELECT value FROM json_each(?))",
-                                      (step, json.dumps(ids))).rowcount
+                                      "WHERE state = 'leased' AND leased_by = ? "
+                                      "AND id IN (SELECT value FROM json_each(?))",
+                                      (step, owner, json.dumps(ids))).rowcount
             if marked != len(ids):
                 raise RunError(f"trajectory store {self.path}: step {step} names {len(ids)} trajectories, of which "
-                               f"{marked} are leased: every one must be leased, and is trained once")
+                               f"{owner} leases {marked}: each must be leased, and is trained once (has another "
+                               f"learner of this run begun?)")
             self._db.execute("INSERT INTO steps VALUES (?, ?, ?, ?)", (step, version, time.time(), json.dumps(metrics)))
 
     def counts(self) -> dict[str, int]:
@@ -272,7 +311,10 @@ class Store:
     def set_state(self, key: str, value: Any) -> None:
         """Set `key` to a JSON-able value."""
         with self._transaction():
-            self._db.execute("INSERT OR REPLACE INTO state VALUES (?, ?)", (key, json.dumps(value)))
+            self._set(key, value)
+
+    def _set(self, key: str, value: Any) -> None:
+        self._db.execute("INSERT OR REPLACE INTO state VALUES (?, ?)", (key, json.dumps(value)))
 
     def set_published(self, version: int, step: int) -> None:
         """Say that the engines now serve weight `version`, which includes `step` learner steps."""
@@ -283,9 +325,34 @@ class Store:
         row = self.get_state("published")
         return None if row is None else (row[0], row[1])
 
+    def unpublish(self) -> None:
+        """Say that the engines serve nothing: they start."""
+        self.forget("published")
 
-_DROP_INCOMPLETE = ("UPDATE trajectories SET state = 'dropped', reason = 'incomplete group' "
-                    "WHERE state = 'ready' AND {broken}")
+    def forget(self, *keys: str) -> None:
+        """Remove keys of the state."""
+        with self._transaction():
+            self._db.execute("DELETE FROM state WHERE key IN (SELECT value FROM json_each(?))", (json.dumps(keys),))
+
+
+def _row(trajectory: Trajectory, seq: int) -> dict[str, Any]:
+    failed = trajectory.status is Status.ERROR
+    versions, solved = updates_in(trajectory.action_versions), trajectory.info.get("solved")
+    return dict(
+        id=trajectory.id, seq=seq, task=trajectory.task, prompt_id=trajectory.prompt_id,
+        group_id=trajectory.group_id, status=trajectory.status, state="error" if failed else "ready",
+        reason=trajectory.info.get("error") if failed else None,
+        reward=None if failed else trajectory.reward, solved=None if solved is None else int(solved),
+        num_tokens=len(trajectory), num_actions=len(versions),
+        min_version=int(versions.min()) if len(versions) else None,
+        max_version=int(versions.max()) if len(versions) else None, created=time.time())
+
+
+_DROP_BROKEN_GROUPS = """
+    UPDATE trajectories SET state = 'dropped', reason = 'incomplete group' WHERE state = 'ready' AND EXISTS (
+        SELECT 1 FROM trajectories AS other
+        WHERE other.group_id = trajectories.group_id AND other.state IN ('dropped', 'error'))"""
+_READY_AGAIN = "SELECT row FROM trajectories WHERE state = 'ready' AND step = ? ORDER BY seq, row"
 # A group's seqs are consecutive, so that ordering by seq keeps its members together.
 _READY_GROUPS = """
     SELECT row FROM trajectories WHERE state = 'ready' AND (:size = 1 OR group_id IN (

@@ -164,7 +164,14 @@ async def _healthy(client: EngineClient, deadline: float, timeout: float) -> Non
 
 async def _open(client: EngineClient, mode: str) -> None:
     await client.pause(mode)
-    await client.begin_weight_update()
+    try:
+        await client.begin_weight_update()
+    except RunError as error:
+        if "already open" not in str(error):
+            raise
+        # By a learner that died in a publication: the engine holds parts of two versions, and has been paused since.
+        await client.end_weight_update()
+        await client.begin_weight_update()
 
 
 async def _close(client: EngineClient) -> None:

@@ -87,7 +87,7 @@ def test_a_critic_of_another_kind_is_refused(folder, head, override, expected, m
 
 
 @pytest.mark.parametrize(("more", "expected"), [
-    (["batch.trajectories=64"], "holds 48 finished trajectories, one batch needs 64"),
+    (["batch.trajectories=64"], "holds 48 finished trajectories, 64 are needed"),
     (["parallel={ranks: 3, tp: 3}"], "parallel.tp=3 does not divide"),
     (["critic={head: hl_gauss, value_clip: 0.2}"], "value_clip limits a squared error"),
     (["critic={head: hl_gauss, value_min: 2.0}"], "value_min=2 must be less than value_max=1.5"),

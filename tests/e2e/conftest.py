@@ -9,11 +9,11 @@ from real_run import FINISHED, START_SECONDS, Run
 
 @pytest.fixture
 def start_run(tmp_path) -> Iterator[Callable[..., Run]]:
-    """start_run(name, *overrides): a run that is ended, whatever happens, with the test."""
+    """start_run(name, *overrides, verb=…): a run that is ended, whatever happens, with the test."""
     runs: list[Run] = []
 
-    def start(name: str, *overrides: str) -> Run:
-        runs.append(Run(tmp_path, name, list(overrides)))
+    def start(name: str, *overrides: str, verb: str = "train") -> Run:
+        runs.append(Run(tmp_path, name, list(overrides), verb))
         return runs[-1]
 
     yield start

@@ -36,15 +36,16 @@ FINISHED = [f"steps={STEPS}", f"algorithm.critic_only_steps={CRITIC_ONLY}", f"ba
 
 
 class Run:
-    """One `sao-megatron train`, started."""
+    """One `sao-megatron train` (or another verb that runs a run), started."""
 
-    def __init__(self, runs_dir: Path, name: str, overrides: list[str]):
+    def __init__(self, runs_dir: Path, name: str, overrides: list[str], verb: str = "train"):
         self.folder = RunFolder(runs_dir / name)
-        self.out_path, self.err_path = runs_dir / f"{name}.out", runs_dir / f"{name}.err"
+        self.out_path, self.err_path = runs_dir / f"{name}-{verb}.out", runs_dir / f"{name}-{verb}.err"
+        run = [str(self.folder.path)] if verb == "resume" else [str(RECIPE), f"runs_dir={runs_dir}", f"name={name}"]
         with self.out_path.open("wb") as out, self.err_path.open("wb") as err:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "sao_megatron.cli", "train", str(RECIPE), f"runs_dir={runs_dir}", f"name={name}",
-                 *overrides], stdout=out, stderr=err, stdin=subprocess.DEVNULL, env=ENVIRONMENT, cwd=ROOT)
+                [sys.executable, "-m", "sao_megatron.cli", verb, *run, *overrides],
+                stdout=out, stderr=err, stdin=subprocess.DEVNULL, env=ENVIRONMENT, cwd=ROOT)
         self.seen: dict[int, psutil.Process] = {}
 
     @property

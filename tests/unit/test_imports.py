@@ -11,6 +11,7 @@ PACKAGE = ROOT / "sao_megatron"
 LEVELS = [
     {"cli"},
     {"roles", "launcher", "pretraining", "conversion"},
+    {"watch"},
     {"supervisor"},
     {"rollout", "learner"},
     {"weights", "telemetry"},
@@ -18,7 +19,8 @@ LEVELS = [
     {"trajectory"},
     {"algorithm"},
     {"run_folder"},
-    {"config", "device"},
+    {"checkpoints"},
+    {"config", "device", "child"},
     {"errors"},
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}

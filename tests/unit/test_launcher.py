@@ -17,6 +17,7 @@ from sao_megatron.errors import RunError, UserError
 from sao_megatron.supervisor import ProcessSpec, Supervisor, last_words
 from sao_megatron.telemetry.progress import Progress
 from sao_megatron.trajectory.store import Store
+from sao_megatron.watch import Plan, Watch
 
 DEADLINE = 30.0
 
@@ -171,13 +172,13 @@ def config(tmp_path):
 FINISH = """
 import sys
 from sao_megatron.trajectory.store import Store
-Store(sys.argv[1]).set_state("learner_finished", True)
+Store(sys.argv[1]).set_state("finished", True)
 """
 FOLLOW = """
 import sys, time
 from sao_megatron.trajectory.store import Store
 store = Store(sys.argv[1])
-while not store.get_state("learner_finished", False):
+while not store.get_state("finished", False):
     time.sleep(0.05)
 """
 
@@ -185,11 +186,12 @@ while not store.get_state("learner_finished", False):
 def watch(config, tmp_path: Path, learner: str, controller: str, engine: str = SLEEP) -> None:
     """Watch three small programs in the places of a run's processes."""
     path = tmp_path / "store.sqlite"
-    plan = launcher.Plan([python("engine-0", engine)], python("controller", controller, path),
-                         [python("learner-0", learner, path)], ["http://127.0.0.1:9"])
+    plan = Plan([python("engine-0", engine)], python("controller", controller, path),
+                [python("learner-0", learner, path)], ["http://127.0.0.1:9"])
     with Store(path) as store, Supervisor(tmp_path / "logs") as supervisor:
-        supervisor.start(plan.processes)
-        launcher.Watch(config, plan, store, supervisor, Progress(2)).until_done()
+        watching = Watch(config, plan, store, supervisor, Progress(2))
+        watching.start()
+        watching.until_done()
 
 
 # If this fails, a run that is done never ends, or ends as failed.
@@ -253,3 +255,31 @@ def test_refused_before_anything_starts(tmp_path, override, message):
     with pytest.raises(UserError, match=message):
         launcher.train(recipe, [override])
     assert not (tmp_path / "refused").exists()
+
+
+ONCE = """
+import sys, time
+from pathlib import Path
+from sao_megatron.trajectory.store import Store
+if not Path(sys.argv[1] + ".tried").exists():
+    Path(sys.argv[1] + ".tried").touch()
+    raise SystemExit("the first time")
+Store(sys.argv[1]).set_state("finished", True)
+"""
+
+
+# If this fails, `restarts` does not save a run, or the log that says why a process died is gone.
+def test_watch_starts_again_what_died(config, tmp_path):
+    config.restarts = 1
+    watch(config, tmp_path, ONCE, FOLLOW)
+    assert "the first time" in (tmp_path / "logs" / "learner-0.1.log").read_text()
+    assert (tmp_path / "logs" / "learner-0.log").read_text() == ""
+    assert not (tmp_path / "logs" / "controller.1.log").exists()
+
+
+# If this fails, a run that can only fail is started for ever.
+def test_watch_gives_up_after_the_restarts(config, tmp_path, capsys):
+    config.restarts = 2
+    with pytest.raises(RunError, match="learner-0 ended unexpectedly with exit code 1: RuntimeError: boom"):
+        watch(config, tmp_path, "raise RuntimeError('boom')", SLEEP)
+    assert "starting learner-0 again (2 of restarts=2)" in capsys.readouterr().out

@@ -4,12 +4,18 @@ import sqlite3
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
+import psutil
 import pytest
 
 from sao_megatron.errors import RunError
+from sao_megatron.trajectory.journal import journal_mode
 from sao_megatron.trajectory.store import Store
 from sao_megatron.trajectory.types import Status, Trajectory, TrajectoryBuilder
+from sao_megatron.trajectory.versions import lag, updates_in, version_of
 
 
 def make(version: int = 0, last_version: int | None = None, status: Status = Status.COMPLETED, **info) -> Trajectory:
@@ -25,7 +31,7 @@ def store(tmp_path):
         yield store
 
 
-def child(code: str, path) -> subprocess.Popen:
+def child(code: str, path, journal: str = "WAL") -> subprocess.Popen:
     """A Python process with `Store` opened at `path` and `make`-able trajectories."""
     prelude = """
         import sys
@@ -35,9 +41,10 @@ def child(code: str, path) -> subprocess.Popen:
             builder = TrajectoryBuilder([1], "prompt", "task")
             builder.add_action([6, 2], [-1.0, -0.1], [0, 0])
             return builder.build()
-        store = Store(sys.argv[1])
+        store = Store(*sys.argv[1:])
     """
-    return subprocess.Popen([sys.executable, "-c", textwrap.dedent(prelude) + textwrap.dedent(code), str(path)],
+    program = textwrap.dedent(prelude) + textwrap.dedent(code)
+    return subprocess.Popen([sys.executable, "-c", program, str(path), journal],
                             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
@@ -74,15 +81,93 @@ def test_stale_are_dropped_even_when_the_batch_is_short(store):
     assert store.summary_rows().reasons == {"stale": 1}
 
 
-def test_release_returns_only_the_dead_learners_leases(store):
-    """Fails if a restarted learner could not train what its predecessor held, or steals from another."""
-    for seq in range(3):
+def train_step(store: Store, step: int, count: int, owner: str = "learner-0") -> list[str]:
+    """One learner step; returns the ids it trained."""
+    ids = [trajectory.id for trajectory in store.lease(count, owner, version=step, step=step)]
+    store.mark_trained(step, step + 1, ids, {}, owner)
+    return ids
+
+
+def test_rewind_gives_back_what_the_checkpoint_has_not_trained(store):
+    """Fails if a learner that starts again loses trajectories, trains some twice, or trains them in other batches."""
+    for seq in (5, 3, 4, 1, 2, 0, 6, 7):
         store.append(make(), seq)
-    store.lease(1, "dead", version=0)
-    store.lease(1, "alive", version=0)
-    assert store.release("dead") == 1
-    assert store.counts()["ready"] == 2 and store.counts()["leased"] == 1
-    assert store.release() == 1 and store.counts()["ready"] == 3
+    trained = [train_step(store, step, 2) for step in range(3)]
+    held = store.lease(2, "learner-0", version=3, step=3)
+    for seq in (8, 9):
+        store.append(make(), seq - 100)  # admitted before all others, ended late
+    assert store.rewind(1) == 0 and store.rewind(1) == 1
+    assert store.counts() == {"ready": 8, "leased": 0, "trained": 2, "dropped": 0, "error": 0}
+    assert [row.step for row in store.steps()] == [0]
+    assert store.get_state("first_step") == 1
+    assert [train_step(store, step, 2, "learner-1") for step in (1, 2)] == trained[1:]
+    late, again = train_step(store, 3, 2, "learner-1"), train_step(store, 4, 2, "learner-1")
+    assert again == [trajectory.id for trajectory in held] and not set(late) & {i for ids in trained for i in ids}
+
+
+def test_rewind_refuses_a_store_that_is_older_than_the_checkpoint(store):
+    """Fails if weights are trained once more on what they were trained on already."""
+    store.append(make(), 0)
+    train_step(store, 0, 1)
+    with pytest.raises(RunError, match="records 1 steps, the checkpoint holds 2"):
+        store.rewind(2)
+    assert store.counts()["trained"] == 1 and store.get_state("generation") is None
+
+
+def test_a_learner_that_was_replaced_records_nothing(store):
+    """Fails if a learner that was thought dead marks the batch of its successor as trained."""
+    store.append(make(), 0)
+    [leased] = store.lease(1, "learner-0", version=0, step=0)
+    store.rewind(0)
+    store.lease(1, "learner-1", version=0, step=0)
+    with pytest.raises(RunError, match="learner-0 leases 0"):
+        store.mark_trained(0, 1, [leased.id], {}, "learner-0")
+    store.mark_trained(0, 1, [leased.id], {}, "learner-1")
+
+
+def test_replay_copy_trains_the_same_batches(store, tmp_path):
+    """Fails if a replay sees other batches than the run, or changes the store that it reads."""
+    for seq in (3, 1, 2, 0, 4):
+        store.append(make(), seq)
+    store.append(make(status=Status.ERROR, error="no host"), 5)
+    trained = [train_step(store, step, 2) for step in range(2)]
+    store.lease(1, "learner-0", version=2)
+    store.copy_for_replay(tmp_path / "copy.db")
+    with Store(tmp_path / "copy.db") as copy:
+        assert copy.counts() == {"ready": 5, "leased": 0, "trained": 0, "dropped": 0, "error": 1}
+        assert copy.steps() == [] and copy.get_state("generation") is None
+        assert [train_step(copy, step, 2) for step in range(2)] == trained
+    assert store.counts()["trained"] == 4 and store.counts()["leased"] == 1
+
+
+def test_versions_of_two_generations():
+    """Fails if a restarted learner reuses a version number, or if a restart changes how stale a token is."""
+    before, after = version_of(0, 7), version_of(1, 5)
+    assert after not in {version_of(0, updates) for updates in range(100000)}
+    assert lag(after, np.array([version_of(0, 3), before, version_of(1, 4)])).tolist() == [2, 0, 1]
+    assert updates_in(after) == 5
+
+
+def test_staleness_counts_updates_of_any_generation(store):
+    """Fails if a restart makes what it gives back look older than it is, so that it is dropped."""
+    store.append(make(version_of(0, 4), version_of(1, 2)), 0)
+    assert len(store.lease(1, "learner-1", version_of(1, 5), max_token_lag=3)) == 1
+    store.append(make(version_of(1, 1)), 1)
+    assert store.lease(1, "learner-1", version_of(1, 5), max_token_lag=3) == []
+    assert store.counts()["dropped"] == 1
+
+
+def test_journal_fits_the_file_system(tmp_path, monkeypatch):
+    """Fails if a store on a network file system uses shared memory, which corrupts it, or if a local one is slow."""
+    mounts = [SimpleNamespace(mountpoint="/", fstype="ext4"), SimpleNamespace(mountpoint=str(tmp_path), fstype="nfs4")]
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: mounts)
+    assert journal_mode(Path("/store.db")) == "WAL"
+    for _ in range(2):  # also one that a local file system has left in the other mode
+        with Store(tmp_path / "store.db") as store:
+            store.append(make(), 0)
+            assert store._one("PRAGMA journal_mode") == ("truncate",) and store._one("PRAGMA synchronous") == (2,)
+        with Store(tmp_path / "store.db", journal="WAL") as store:
+            assert store._one("PRAGMA journal_mode") == ("wal",)
 
 
 def test_a_trajectory_is_trained_at_most_once(store):
@@ -90,14 +175,14 @@ def test_a_trajectory_is_trained_at_most_once(store):
     for seq in range(3):
         store.append(make(), seq)
     first, second = store.lease(2, "learner", version=0)
-    store.mark_trained(0, 1, [first.id], {"reward/mean": 1.0})
+    store.mark_trained(0, 1, [first.id], {"reward/mean": 1.0}, "learner")
     for step, ids in ((0, [second.id]), (1, [first.id]), (1, [second.id, "unknown"]), (1, [second.id, second.id])):
         with pytest.raises(RunError):
-            store.mark_trained(step, 2, ids, {})
+            store.mark_trained(step, 2, ids, {}, "learner")
     assert store.counts()["leased"] == 1 and store.counts()["trained"] == 1
     [row] = store.steps()
     assert row[:2] == (0, 1) and row.metrics == {"reward/mean": 1.0}
-    store.mark_trained(1, 2, [second.id], {})
+    store.mark_trained(1, 2, [second.id], {}, "learner")
     assert [row.step for row in store.steps(after=0)] == [1]
 
 
@@ -105,7 +190,7 @@ def test_summary_counts_mixed_versions(store):
     """Fails if the share of trajectories that span a weight update is misreported."""
     for seq, trajectory in enumerate((make(0, 1), make(1, 1), make(1, 2, status=Status.TRUNCATED), make(0, 1))):
         store.append(trajectory, seq)
-    store.mark_trained(0, 1, [t.id for t in store.lease(3, "learner", version=1)], {})
+    store.mark_trained(0, 1, [t.id for t in store.lease(3, "learner", version=1)], {}, "learner")
     summary = store.summary_rows()
     assert summary[:5] == (3, 2, 1, 6, 1.0)
 
@@ -132,19 +217,20 @@ def test_other_files_are_refused(tmp_path, store):
         Store(tmp_path / "text")
 
 
-def test_kill_9_loses_no_appended_trajectory(tmp_path):
+@pytest.mark.parametrize("journal", ["WAL", "TRUNCATE"])
+def test_kill_9_loses_no_appended_trajectory(tmp_path, journal):
     """Fails if a trajectory whose append returned is gone after its writer was killed."""
     writer = child("""
         for seq in range(10**6):
             trajectory = make()
             store.append(trajectory, seq)
             print(trajectory.id, flush=True)
-        """, tmp_path / "store.db")
+        """, tmp_path / "store.db", journal)
     acknowledged = [writer.stdout.readline().strip() for _ in range(200)]
     writer.send_signal(signal.SIGKILL)
     acknowledged += [line.strip() for line in writer.stdout if line.endswith("\n")]
     writer.wait()
-    with Store(tmp_path / "store.db") as store:
+    with Store(tmp_path / "store.db", journal) as store:
         ready = store.counts()["ready"]
         found = {trajectory.id for trajectory in store.lease(ready, "learner", version=0)}
     assert len(acknowledged) >= 200 and set(acknowledged) <= found
@@ -204,10 +290,14 @@ def test_broken_groups_are_dropped_and_counted(store):
     assert store.summary_rows().reasons == {"incomplete group": 3, "no host": 1, "stale": 1}
 
 
-def test_groups_that_lost_a_member_in_flight_are_dropped(store):
-    """Fails if a restarted controller leaves groups that nobody completes, or drops one that is whole."""
-    for group, seq in (("whole", 0), ("whole", 1), ("lost", 2)):
+def test_groups_that_lost_a_member_in_flight_are_completed(store):
+    """Fails if a restarted controller leaves groups that nobody completes, so that finished trajectories are lost."""
+    for group, seq in (("whole", 0), ("whole", 1), ("whole", 2), ("lost", 5), ("trained", 6), ("trained", 8),
+                       ("trained", 7)):
         store.append(member(group), seq)
-    store.drop_unfinishable(2)
-    assert store.counts()["dropped"] == 1 and store.summary_rows().reasons == {"incomplete group": 1}
-    assert len(store.lease(2, "learner", version=0, group_size=2)) == 2
+    store.append(member("failed", status=Status.ERROR, error="no host"), 9)
+    store.append(member("failed"), 10)
+    assert store.missing_seqs(3) == [3, 4]
+    for seq in (3, 4):
+        store.append(member("lost"), seq)
+    assert store.missing_seqs(3) == []

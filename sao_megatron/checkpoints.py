@@ -1,0 +1,137 @@
+"""The checkpoints of a run, as files: runs/<name>/checkpoints/step-00000040/ and what lies in it.
+
+A folder of that name is complete: it was written under another name (`step-00000040.partial-…`), brought to the disk,
+and renamed. What a crash leaves is removed by the next learner. Each folder holds a distributed checkpoint of
+Megatron-Core's (learner/checkpoint.py) and `state.json`, which says what the weights are.
+"""
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from sao_megatron.config import ParallelSection, RunConfig
+from sao_megatron.errors import RunError, UserError
+
+FORMAT = 1
+MAY_CHANGE = {"name", "runs_dir", "steps", "restarts", "parallel", "rollout", "evaluation", "engine", "publication",
+              "checkpoint", "alarms", "tokens"}
+"""Keys of a config that a run may change when it goes on; `steps` moves the end of decaying learning rates with it."""
+_COMPLETE = re.compile(r"step-(\d{8})")
+
+log = logging.getLogger("checkpoints")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete one."""
+
+    path: Path
+    step: int
+    """Learner steps that the weights include."""
+
+    def state(self) -> dict:
+        """What state.json says. Raises RunError if it is not of this format."""
+        path = self.path / "state.json"
+        try:
+            state = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise RunError(f"checkpoint {self.path} has no readable state.json ({error}): remove the folder, "
+                           f"so that the run goes on from an older one") from None
+        if state.get("format") != FORMAT:
+            raise RunError(f"checkpoint {self.path} has format {state.get('format')}, expected {FORMAT}: use the "
+                           f"package version that wrote it")
+        return state
+
+
+class CheckpointFolder:
+    """All checkpoints of one run."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def complete(self) -> list[Checkpoint]:
+        """Oldest first."""
+        if not self.path.is_dir():
+            return []
+        found = [(child, _COMPLETE.fullmatch(child.name)) for child in self.path.iterdir()]
+        return sorted((Checkpoint(child, int(match[1])) for child, match in found if match), key=lambda c: c.step)
+
+    def latest(self) -> Checkpoint | None:
+        return max(self.complete(), key=lambda c: c.step, default=None)
+
+    def begin(self, step: int, generation: int) -> Path:
+        """An empty folder to write the checkpoint of `step` into; no other learner (`generation`) uses its name."""
+        partial = self.path / f"step-{step:08d}.partial-{generation}"
+        partial.mkdir(parents=True)
+        return partial
+
+    def finish(self, partial: Path, state: dict, keep: int) -> None:
+        """Write state.json, make the folder a checkpoint, and keep only the newest `keep` of them."""
+        path = partial / "state.json"
+        path.write_text(json.dumps({"format": FORMAT} | state, indent=2) + "\n")
+        for file in partial.iterdir():
+            _sync(file)
+        _sync(partial)
+        final = self.path / partial.name.partition(".")[0]
+        if final.exists():  # of a learner whose later steps were lost
+            self._remove(final)
+        partial.rename(final)
+        _sync(self.path)
+        for old in self.complete()[:-keep]:
+            self._remove(old.path)
+
+    def clean(self) -> None:
+        """Remove what dead learners left unfinished."""
+        for child in self.path.iterdir() if self.path.is_dir() else ():
+            if not _COMPLETE.fullmatch(child.name):
+                log.info("removing %s: its learner died while it was written or removed", child)
+                shutil.rmtree(child, ignore_errors=True)  # its writer may still be dying
+
+    def _remove(self, folder: Path) -> None:
+        """First the name, so that half of a checkpoint never looks like one."""
+        doomed = folder.with_name(folder.name + ".removed")
+        folder.rename(doomed)
+        shutil.rmtree(doomed)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def check_same_run(before: RunConfig, now: RunConfig) -> None:
+    """Raise UserError naming the keys in which a run's config differs though it must not when the run goes on."""
+    changed = list(_differences(before.model_dump(mode="json", exclude=MAY_CHANGE),
+                                now.model_dump(mode="json", exclude=MAY_CHANGE)))
+    if changed:
+        raise UserError(f"a run that goes on cannot change {', '.join(changed)}: start a new run for that "
+                        f"(it may change {', '.join(sorted(MAY_CHANGE - {'name', 'runs_dir'}))})")
+
+
+def _differences(before: object, now: object, key: str = ""):
+    if isinstance(before, dict) and isinstance(now, dict):
+        for name in sorted(before.keys() | now.keys()):
+            yield from _differences(before.get(name), now.get(name), f"{key}.{name}" if key else name)
+    elif before != now:
+        yield f"{key} ({before!r} → {now!r})"
+
+
+def keeps_optimizer(state: dict, config: RunConfig) -> bool:
+    """Whether the optimizers' state in a checkpoint (`state.json`) fits the layout that the run now has.
+
+    Megatron-Core gives experts an optimizer of their own where their layout differs from the rest's, and 0.19 cannot
+    reshard between having one and not, nor among layouts that have one. Else the run goes on with the weights alone.
+    """
+    before, now = ParallelSection.model_validate(state["parallel"]), config.parallel
+    if "num_experts" not in state["hf_config"]:
+        return True
+    apart = [layout.ep > 1 or layout.etp != layout.tp for layout in (before, now)]
+    return apart == [False, False] or (apart == [True, True] and (before.ep, before.etp) == (now.ep, now.etp))

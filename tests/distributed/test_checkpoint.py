@@ -1,0 +1,74 @@
+"""A learner that loads a checkpoint goes on as the one that saved it: bit for bit, and closely under another layout."""
+from __future__ import annotations
+
+import json
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from reference import hf_logprobs, make_model, make_trajectories
+
+TP2_EP2, DP2_EP2, DP2, TP2, PP2 = dict(tp=2, ep=2), dict(ep=2), {}, dict(tp=2, etp=2), dict(pp=2)
+SAO, DPO = dict(preset="sao"), dict(preset="online_dpo")
+CASES = {
+    "sao": dict(saved=TP2_EP2, algorithm=SAO, dtype="float32", kill=True,
+                loaded={"same": TP2_EP2, "other dp": DP2_EP2, "other ep": DP2}),
+    "bf16": dict(saved=DP2, algorithm=SAO, dtype="bfloat16", loaded={"same": DP2}),
+    "no ep": dict(saved=DP2, algorithm=SAO, dtype="float32", loaded={"same": DP2, "tp": TP2, "pp": PP2}),
+    "dpo": dict(saved=DP2_EP2, algorithm=DPO, dtype="float32", loaded={"same": DP2_EP2}),
+    "running mean": dict(saved=DP2, algorithm=dict(preset="running_mean"), dtype="float32",
+                         loaded={"same": DP2}),
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory, run_ranks):
+    folder = tmp_path_factory.mktemp("checkpoint")
+    model, rng = make_model(folder / "model"), np.random.default_rng(3)
+    trajectories = make_trajectories(32)
+    for index, trajectory in enumerate(trajectories):
+        trajectory.prompt_id, trajectory.group_id = f"p{index % 5}", f"g{index // 2}"
+        with torch.no_grad():
+            own = hf_logprobs(model, trajectory).numpy()
+        trajectory.rollout_logprobs[trajectory.action_mask] = np.minimum(own - rng.normal(0.0, 0.6, len(own)), -1e-3)
+    (folder / "data.pkl").write_bytes(pickle.dumps({"batches": [trajectories[:16], trajectories[16:]]}))
+    run_ranks("checkpoint_worker.py", 2, str(folder), json.dumps(CASES))
+    return pickle.loads((folder / "results-2.pkl").read_bytes())
+
+
+def largest_difference(a: dict, b: dict, part: str) -> float:
+    assert a[part].keys() == b[part].keys()
+    return max((float(np.abs(a[part][name] - b[part][name]).max()) for name in a[part]), default=0.0)
+
+
+# If one fails, a run that was interrupted becomes another run: some state of the learner is lost or rounded.
+@pytest.mark.parametrize("case", CASES)
+def test_same_layout_goes_on_bit_for_bit(results, case):
+    straight, resumed = results[case]["straight"], results[case]["same"]
+    assert resumed["metrics"] == straight["metrics"]
+    for part in ("policy", "critic"):
+        assert largest_difference(straight, resumed, part) == 0.0
+    assert len(straight["critic"]) > 0 or case in ("dpo", "running mean")
+
+
+# If one fails, a run cannot move to another number of GPUs, or silently starts with other weights or momentum there.
+@pytest.mark.parametrize(("case", "layout"), [("sao", "other dp"), ("no ep", "tp"), ("no ep", "pp")])
+def test_other_layout_goes_on_closely(results, case, layout):
+    straight, resumed = results[case]["straight"], results[case][layout]
+    for part in ("policy", "critic"):
+        assert largest_difference(straight, resumed, part) < 2e-5
+    assert resumed["metrics"][0]["policy/lr"] == straight["metrics"][0]["policy/lr"]
+
+
+# If this fails, experts that moved to other ranks are not the ones that were saved.
+def test_other_expert_layout_keeps_weights_and_schedule(results):
+    straight, resumed = results["sao"]["straight"]["metrics"][0], results["sao"]["other ep"]["metrics"][0]
+    assert resumed["policy/lr"] == straight["policy/lr"]
+    for key in ("critic/loss", "ratio/log_abs_mean", "policy/grad_norm"):  # of the forward pass before any update
+        assert resumed[key] == pytest.approx(straight[key], rel=1e-4)
+
+
+# If this fails, a writer that was killed leaves a checkpoint that looks complete, or ends the run.
+def test_killed_writer_leaves_the_checkpoint_before(results):
+    assert results["sao"]["complete"] == [2]
