@@ -74,7 +74,8 @@ HARMLESS = frozenset({
     "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "use_cache", "bos_token_id",
     "eos_token_id", "pad_token_id", "initializer_range", "max_position_embeddings", "output_router_logits",
     "router_aux_loss_coef", "max_window_layers", "pretraining_tp", "auto_map",
-    "_name_or_path", "_model_name_or_path", "unk_token_id", "return_dict", "chunk_size_feed_forward", "is_encoder_decoder", "output_attentions",
+    "unk_token_id",
+    "_name_or_path", "_model_name_or_path", "return_dict", "chunk_size_feed_forward", "is_encoder_decoder", "output_attentions",
     "output_hidden_states", "problem_type", "id2label", "label2id"})
 """In every family."""
 HARMLESS_WITH_SIGMOID_ROUTER = HARMLESS | {"ep_size", "aux_loss_alpha", "seq_aux", "num_nextn_predict_layers"}
