@@ -73,10 +73,9 @@ USED_BY_MLA = frozenset({"q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_
 HARMLESS = frozenset({
     "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "use_cache", "bos_token_id",
     "eos_token_id", "pad_token_id", "initializer_range", "max_position_embeddings", "output_router_logits",
-    "router_aux_loss_coef", "max_window_layers", "pretraining_tp", "auto_map",
-    "unk_token_id",
-    "_name_or_path", "_model_name_or_path", "return_dict", "chunk_size_feed_forward", "is_encoder_decoder", "output_attentions",
-    "output_hidden_states", "problem_type", "id2label", "label2id"})
+    "router_aux_loss_coef", "max_window_layers", "pretraining_tp", "auto_map", "unk_token_id",
+    "_name_or_path", "_model_name_or_path", "return_dict", "chunk_size_feed_forward", "is_encoder_decoder",
+    "output_attentions", "output_hidden_states", "problem_type", "id2label", "label2id"})
 """In every family."""
 HARMLESS_WITH_SIGMOID_ROUTER = HARMLESS | {"ep_size", "aux_loss_alpha", "seq_aux", "num_nextn_predict_layers"}
 """Multi-token prediction layers are dropped: they predict nothing that RL uses."""
