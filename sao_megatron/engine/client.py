@@ -21,6 +21,7 @@ from sao_megatron.engine.reply import (
     Generation,
     check_batch,
     error_message,
+    read_checksums,
     read_generation,
     read_scores,
     read_version,
@@ -140,6 +141,21 @@ class EngineClient:
     async def end_weight_update(self) -> None:
         """Close the update."""
         await self._post("/end_weight_update")
+
+    async def load_weights(self, folder: str, weight_version: int, *, flush_cache: bool) -> None:
+        """Load an HF checkpoint folder that the engine's host sees under this path. Needs no begin and end."""
+        await self._post("/update_weights_from_disk", {
+            "model_path": folder, "load_format": "auto", "weight_version": str(weight_version),
+            "flush_cache": flush_cache})
+
+    async def scramble_weights(self) -> None:
+        """Overwrite every tensor of the model with random numbers: what an update then misses is seen."""
+        await self._post("/weights_checker", {"action": "reset_tensors"})
+
+    async def checksums(self) -> dict[str, str]:
+        """A hash of every tensor as the engine holds it: fused and cut as SGLang does ("<rank>:<its name>")."""
+        reply = await self._post("/weights_checker", {"action": "checksum"})
+        return self._read("/weights_checker", reply, read_checksums)
 
     # Information
 

@@ -73,9 +73,9 @@ class Learner:
     def run(self) -> None:
         """Publish version 0, then train, publish, and export at the end."""
         self.trainer.begin_reinforcement()
-        self.publisher = Publisher(self.trainer.policy_shards, self.folder.engine_urls(), self.config.engine.tp,
-                                   self.vocab_size, self.config.publication, runtime.backend())
-        self.publisher.connect(self.config.engine.start_timeout)
+        self.publisher = Publisher(self.trainer.policy_shards, self.folder.engine_urls, self.config.engine.tp,
+                                   self.vocab_size, self.config.publication, runtime.backend(),
+                                   self.config.engine.start_timeout, self.folder.path / "publication", self.model_dir)
         self._publish(steps=0)
         if self.is_head:
             self.store.release()  # leases of an earlier learner of this run
@@ -115,6 +115,7 @@ class Learner:
             dist.broadcast_object_list(message, src=0)
             if message[0]:
                 return [decode(blob) for blob in message[0]]
+            self.publisher.publish(self.version)  # to engines that came back meanwhile
 
     def _poll(self, deadline: float, seconds: float = 10.0) -> list[bytes]:
         """Up to `seconds` of waiting for a full batch; [] if there is none yet."""
