@@ -244,7 +244,7 @@ class EngineSection(Section):
 class PublicationSection(Section):
     mode: Literal["retract", "in_place", "abort"] = "retract"
     """What running requests do while weights change: re-prefill, keep their old KV cache, or end early."""
-    bucket_mib: int = Field(512, ge=1)
+    bucket_mib: float = Field(512, gt=0)
     """Size of one broadcast; an owner rank holds up to four buckets."""
     via: Literal["collective", "disk"] = "collective"
     """collective: broadcast into the engines' memory. disk: through an HF checkpoint in the run's folder, for engines

@@ -1,7 +1,8 @@
 """`sao-megatron train`: one machine's whole run, from a recipe to a summary.
 
 Everything that can be refused is refused before any process starts; then engines, controller and learner ranks start
-together and are watched until the learner has finished, or until one of them dies and takes the run with it.
+together and are watched until the learner has finished, or until one of them dies and takes the run with it. An engine
+that dies is started again a few times; the run goes on with the others meanwhile.
 """
 from __future__ import annotations
 
@@ -206,19 +207,46 @@ class Watch:
         self._config, self._store, self._supervisor, self._progress = config, store, supervisor, progress
         self._workers = {spec.name for spec in [*plan.learners, plan.controller]}
         self._urls = dict(zip((spec.name for spec in plan.engines), plan.urls, strict=True))
-        self._starting = dict(self._urls)
-        self._started = time.monotonic()
+        self._engines = {spec.name: spec for spec in plan.engines}
+        self._starting = dict.fromkeys(self._urls, time.monotonic())
+        """Engines that are not healthy yet, and since when they start."""
+        self._restarts_left = dict.fromkeys(self._urls, config.engine.restarts)
+        self._lost: set[str] = set()
+        """Engines that were started often enough."""
         self._first_end: float | None = None
         self._last_step, self._steps = -1, 0
 
     def until_done(self) -> None:
         """Return when the learner ranks and the controller have ended well."""
-        while not self._all_ended(self._supervisor.poll()):
+        while not self._all_ended(self._revived(self._supervisor.poll())):
             self._show_steps()
             self._check_engines()
             self._show_status()
             time.sleep(POLL_SECONDS)
         self._show_steps()
+
+    def _revived(self, ended: dict[str, int]) -> dict[str, int]:
+        """What ended, without the engines that the run can do without or that were started again."""
+        for name in [name for name in ended if name in self._urls and self._may_die(name)]:
+            code = ended.pop(name)
+            if name in self._lost:
+                continue
+            if not self._restarts_left[name]:
+                self._lost.add(name)
+                self._progress.note(f"{name} ended again (exit code {code}): the run goes on without it")
+                continue
+            self._restarts_left[name] -= 1
+            self._supervisor.restart(self._engines[name])
+            self._starting[name] = time.monotonic()
+            self._progress.note(f"{name} ended with exit code {code} and is started again "
+                                f"({self._restarts_left[name]} of engine.restarts={self._config.engine.restarts} left)")
+        return ended
+
+    def _may_die(self, name: str) -> bool:
+        """Whether an engine was once healthy, so that it is no fault of the recipe, and may be started again, or other
+        engines are left."""
+        once_healthy = name not in self._starting or self._restarts_left[name] < self._config.engine.restarts
+        return once_healthy and bool(self._restarts_left[name] or self._urls.keys() - self._lost - {name})
 
     def _all_ended(self, ended: dict[str, int]) -> bool:
         if failed := self._failed(ended):
@@ -234,7 +262,8 @@ class Watch:
     def _failed(self, ended: dict[str, int]) -> list[str]:
         # Read after the exit codes were: a rank first says that the run is finished, then ends.
         finished = self._store.get_state("learner_finished", False)
-        return [name for name, code in ended.items() if code or not finished or name not in self._workers]
+        return [name for name, code in ended.items()
+                if (code or not finished or name not in self._workers) and name not in self._lost]
 
     def _failure(self, failed: list[str]) -> RunError:
         """The error for processes that ended. Where they blame an engine, it gets time to end and to say why itself."""
@@ -251,12 +280,13 @@ class Watch:
         return any(url in reason for url in self._urls.values() for reason in reasons)
 
     def _check_engines(self) -> None:
-        for name, url in list(self._starting.items()):
-            if _is_healthy(url):
+        for name, since in list(self._starting.items()):
+            if name in self._lost or _is_healthy(self._urls[name]):
                 del self._starting[name]
-            elif time.monotonic() - self._started > self._config.engine.start_timeout:
-                raise RunError(f"{name} at {url} is not healthy after {self._config.engine.start_timeout:.0f} s "
-                               f"(engine.start_timeout): see {self._supervisor.log_path(name)}")
+            elif time.monotonic() - since > self._config.engine.start_timeout:
+                raise RunError(f"{name} at {self._urls[name]} is not healthy after "
+                               f"{self._config.engine.start_timeout:.0f} s (engine.start_timeout): "
+                               f"see {self._supervisor.log_path(name)}")
 
     def _show_steps(self) -> None:
         for row in self._store.steps(after=self._last_step):

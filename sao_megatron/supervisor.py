@@ -70,7 +70,7 @@ class Supervisor:
     def start(self, specs: list[ProcessSpec]) -> None:
         """Start all of them without waiting. Raises RunError where a command cannot be executed."""
         for spec in specs:
-            with self.log_path(spec.name).open("wb") as log:
+            with self.log_path(spec.name).open("ab") as log:
                 try:
                     self._children[spec.name] = subprocess.Popen(
                         spec.command, env=os.environ | spec.environment, stdin=subprocess.DEVNULL, stdout=log,
@@ -96,14 +96,22 @@ class Supervisor:
             with suppress(psutil.NoSuchProcess):
                 process.terminate()
         deadline = time.monotonic() + self._grace
-        while (living := _living(sessions)) and time.monotonic() < deadline:
+        while _living(sessions) and time.monotonic() < deadline:
             time.sleep(0.05)
             self._reap()
-        for process in living:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
+        self._kill(sessions)
         for child in self._children.values():
             child.wait(timeout=GRACE_SECONDS)
+
+    def restart(self, spec: ProcessSpec) -> None:
+        """Start a child that has ended again, once nothing is left of what it had started; its log goes on."""
+        self._kill({self._children[spec.name].pid})
+        self.start([spec])
+
+    def _kill(self, sessions: set[int]) -> None:
+        for process in _living(sessions):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
 
     def _reap(self) -> None:
         for child in self._children.values():

@@ -26,7 +26,7 @@ from sao_megatron.engine.reply import (
     read_scores,
     read_version,
 )
-from sao_megatron.errors import RunError
+from sao_megatron.errors import EngineGone, RunError
 
 SHORT_TURN = 16
 HEALTH_SECONDS = 5.0
@@ -36,7 +36,8 @@ class EngineClient:
     """One engine, inside `async with`.
 
     `url` is http://host:port, `vocab_size` bounds the ids that may be sent, `timeout` (seconds) bounds every request.
-    Every method raises RunError where the engine cannot be reached, does not answer in time, or refuses.
+    Every method raises RunError where the engine does not answer in time, or refuses, and EngineGone, a RunError too,
+    where it cannot be reached or its server fails.
     """
 
     def __init__(self, url: str, vocab_size: int, timeout: float):
@@ -230,14 +231,15 @@ class EngineClient:
             raise RunError(f"engine {self.url} did not answer {path} within {self.timeout:g} s: is it paused, "
                            f"or waiting for a rank that is gone?") from None
         except aiohttp.ClientError as error:
-            raise RunError(f"engine {self.url} could not be asked {path}: {type(error).__name__}: {error}; "
+            raise EngineGone(f"engine {self.url} could not be asked {path}: {type(error).__name__}: {error}; "
                            f"see the engine's log") from None
         try:
             reply = json.loads(text)
         except json.JSONDecodeError:
             reply = text
         if status != 200 or (isinstance(reply, dict) and reply.get("success") is False):
-            raise RunError(f"engine {self.url} refused {path} (HTTP {status}): {error_message(reply)}")
+            kind = EngineGone if status >= 500 else RunError
+            raise kind(f"engine {self.url} refused {path} (HTTP {status}): {error_message(reply)}")
         return reply
 
     def _read(self, path: str, reply: Any, reader: Callable, *arguments) -> Any:

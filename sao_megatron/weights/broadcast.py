@@ -88,8 +88,8 @@ class Broadcast:
         self.owners = shards.owners()
         self.rank = dist.get_rank()
         self.seconds: Counter[str] = Counter()
-        """Of the last publication on this rank: gather; blocked (a bucket is ready, the one before not yet gone);
-        in the sending thread: turn (waiting for other owners), send (in the broadcast) and load (until all answered)."""
+        """Of the last publication on this rank: gather; blocked (a bucket is ready, the one before not yet gone).
+        In the sending thread: turn (waiting for other owners), send (the broadcast), load (until all answered)."""
         self.bytes_sent = 0
         self._group: dist.ProcessGroup | None = None
         self._name = ""
@@ -154,7 +154,7 @@ class Broadcast:
         self.seconds, self.bytes_sent, self._buckets = Counter(), 0, 0
         finisher = self.rank == self.owners[0]
         errors, held, sending = [], None, None
-        stream = iter(cut(self.shards.export(), self.section.bucket_mib * 2**20))
+        stream = iter(cut(self.shards.export(), int(self.section.bucket_mib * 2**20)))
         while (bucket := self._timed("gather", next, stream, None)) is not None:
             if finisher:  # the version travels with the very last bucket of all owners
                 bucket, held = held, bucket

@@ -198,7 +198,7 @@ class Publisher:
         answers = self._engines.try_all(lambda client, _: verification.ask(client, probes))
         living = self._engines.run(lambda client, _: client.healthy())
         self._engines.use(self._joined)
-        for url, answer, lives in zip(urls, answers, living, strict=True):
+        for answer, lives in zip(answers, living, strict=True):
             if isinstance(answer, RunError) and lives:
                 raise answer
         answers = {url: answer for url, answer in zip(urls, answers, strict=True) if not isinstance(answer, RunError)}
