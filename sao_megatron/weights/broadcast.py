@@ -123,7 +123,7 @@ class Broadcast:
             lambda client, i: client.init_weight_group(address, store.port, 1 + i * self.engine_tp, world, self._name,
                                                        self.backend))
         try:
-            self._group = _second_group(store, world, self._name, self.backend, deadline)
+            self._group = group_beside(store, 0, world, self._name, self.backend, deadline)
         except Exception as error:
             refused = next((f.exception() for f in joining if f.done() and f.exception()), None)
             raise RunError(f"the weight group of rank {self.rank} with the engines {', '.join(urls)} did not form "
@@ -244,15 +244,16 @@ def _address_towards(urls: list[str]) -> str:
         return probe.getsockname()[0]
 
 
-def _second_group(store: dist.Store, world: int, name: str, backend: str, timeout: timedelta) -> dist.ProcessGroup:
-    """Rank 0 of a process group beside the learner's own, the counterpart of SGLang's init_custom_process_group.
+def group_beside(store: dist.Store, rank: int, world: int, name: str, backend: str,
+                 timeout: timedelta) -> dist.ProcessGroup:
+    """A process group beside the learner's own, the counterpart of SGLang's init_custom_process_group.
 
     torch.distributed has no public call for a second, independent rendezvous, so this uses the helper behind
     init_process_group with a store of its own, prefixed as SGLang prefixes it.
     """
     from torch.distributed import distributed_c10d as c10d
     group, _ = c10d._new_process_group_helper(
-        world, 0, [], dist.Backend(backend), dist.PrefixStore(name, store), group_name=name, backend_options=None,
+        world, rank, [], dist.Backend(backend), dist.PrefixStore(name, store), group_name=name, backend_options=None,
         timeout=timeout, device_id=None)
     c10d._world.pg_group_ranks[group] = {i: i for i in range(world)}
     return group

@@ -124,8 +124,8 @@ def test_a_wrong_tensor_is_detected(stand, fault, message):
     assert isinstance(answer, RunError) and message in str(answer) and stand.urls[0] in str(answer)
 
 
-# If this fails, an engine that is new, killed in the middle of a publication, or back from the dead stops the run, takes
-# another engine with it, or serves other weights.
+# If this fails, an engine that is new, killed in the middle of a publication, or back from the dead stops the run,
+# takes another engine with it, or serves other weights.
 def test_engines_come_and_go(stand):
     assert stand.publish(publication=PUBLICATION) == {stand.urls[0]}
     stand.list(0, 1)
