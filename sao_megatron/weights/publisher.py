@@ -186,7 +186,7 @@ class Publisher:
         collective, at temperature 1).
 
         Returns the largest mean difference; raises RunError if it exceeds `publication.tolerance`, if an engine serves
-        another version, or if two engines differ in a tensor.
+        another version, or if two engines differ in a tensor. Engines that died meanwhile are left out.
         """
         probes = verification.probes(self.vocab_size)
         expected = score(probes)
@@ -202,6 +202,8 @@ class Publisher:
             if isinstance(answer, RunError) and lives:
                 raise answer
         answers = {url: answer for url, answer in zip(urls, answers, strict=True) if not isinstance(answer, RunError)}
+        if not answers:
+            log.warning("version %d was not verified: all engines have died since it was published", version)
         verification.check_agreement(list(answers), [checksums for _, _, checksums in answers.values()])
         return max((verification.check_meaning(url, served, version, scores, expected, self.section.tolerance)
                     for url, (served, scores, _) in answers.items()), default=0.0)
