@@ -38,6 +38,6 @@ def test_engines_die_and_come_back(start_run):
     steps, appended = run.steps(), run.appended()
     run.until(lambda: run.steps() >= steps + 3, "steps with both engines")
     run.process.send_signal(signal.SIGINT)
-    assert run.wait(60) == 130
+    assert run.wait(START_SECONDS) == 130
     assert run.survivors() == []
     check_store(run, appended)
