@@ -3,8 +3,8 @@
 Starts engines with a random Qwen3-MoE of the given size, learner ranks that publish it to them, and as many receivers
 as engines. In every round the learner publishes, then rank 0 broadcasts as many bytes, in buckets of the same size, to
 the receivers, with nothing else going on: once into one buffer, once into new memory for each bucket, as SGLang does.
-Prints each bucket size's best round. `raw/send` is the share of the second one's speed that the sending reaches (the
-aim is 0.85); what a publication costs beside sending is in the other rows.
+Prints, for each bucket size, the fastest round of each part: what else the machine does only adds time. `raw / send` is
+the share of the raw broadcast's speed that the sending reaches; the aim is 0.85.
 `--estimate` starts nothing and prints a model of the seconds on a cluster (docs/weights.md).
 """
 from __future__ import annotations
@@ -116,7 +116,7 @@ def receiver(folder: Path, rank: int) -> None:
 
 
 def measure(options, folder: Path) -> dict:
-    """Start everything; the round with the fastest publication."""
+    """Start everything; all rounds."""
     import yaml
 
     from sao_megatron import config as recipes
@@ -159,25 +159,23 @@ def measure(options, folder: Path) -> dict:
             engine.stop()
     rounds = json.loads((folder / "rounds.json").read_text())
     assert all(r["bytes"] == total for r in rounds), (rounds[0]["bytes"], total)
-    for one in rounds:
-        one["raw/send"] = one["seconds"][RAW[1]] / one["seconds"]["send"]
     return {"options": {k: v for k, v in vars(options).items() if k in ("ranks", "tp", "ep", "engines", "rounds")},
             "rounds": rounds}
 
 
 def show(result: dict) -> None:
     rounds = result["rounds"]
-    best = {one["bucket"]: min((r for r in rounds if r["bucket"] == one["bucket"]),
-                               key=lambda r: r["seconds"]["publication"]) for one in rounds}
+    sizes = list(dict.fromkeys(one["bucket"] for one in rounds))
+    best = {name: [min(r["seconds"][name] for r in rounds if r["bucket"] == size) for size in sizes]
+            for name in rounds[0]["seconds"]}
     print(f"{rounds[0]['bytes'] / 1e6:.0f} MB to {result['options']['engines']} engine(s), seconds\n")
-    print("| part | " + " | ".join(f"buckets of {size:g} MiB" for size in best) + " |")
-    print("|---" * (len(best) + 1) + "|")
-    for name in rounds[0]["seconds"]:
-        print(f"| {name} | " + " | ".join(f"{one['seconds'][name]:.3f}" for one in best.values()) + " |")
-    medians = [sorted(r["raw/send"] for r in rounds if r["bucket"] == size)[result["options"]["rounds"] // 2]
-               for size in best]
-    print("| raw/send (median of all rounds) | " + " | ".join(
-        f"{one['raw/send']:.2f} ({median:.2f})" for one, median in zip(best.values(), medians, strict=True)) + " |")
+    print("| part | " + " | ".join(f"buckets of {size:g} MiB" for size in sizes) + " |")
+    print("|---" * (len(sizes) + 1) + "|")
+    for name, seconds in best.items():
+        print(f"| {name} | " + " | ".join(f"{value:.3f}" for value in seconds) + " |")
+    for name in RAW:
+        print(f"| {name} / send | " + " | ".join(
+            f"{raw / send:.2f}" for raw, send in zip(best[name], best["send"], strict=True)) + " |")
 
 
 MODELS = {"Qwen3-30B-A3B": (30.5, 4, 8, 2.67, 2.16), "GLM-4.5-Air": (106.0, 4, 16, 5.0, 2.64),
