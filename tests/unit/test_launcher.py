@@ -13,7 +13,7 @@ import pytest
 
 from sao_megatron import config as run_config
 from sao_megatron import launcher
-from sao_megatron.engine.process import free_port
+from sao_megatron.engine.process import engine_command, free_port
 from sao_megatron.errors import RunError, UserError
 from sao_megatron.supervisor import ProcessSpec, Supervisor, last_words
 from sao_megatron.telemetry.progress import Progress
@@ -211,6 +211,13 @@ def test_watch_stops_when_a_process_dies(config, tmp_path, name, code, how, desc
     with pytest.raises(RunError, match=how):
         watch(config, tmp_path, **programs)
     assert not alive(descendants())
+
+
+# If this fails, in-place updates leave episodes on keys and values of ever older weights, or label tokens wrongly.
+def test_in_place_engines_keep_no_cache_and_do_not_overlap(config, tmp_path):
+    config.publication.mode = "in_place"
+    command = engine_command(config, tmp_path, 1, gpu=True)
+    assert {"--disable-radix-cache", "--disable-overlap-schedule"} <= set(command)
 
 
 MORTAL = """
