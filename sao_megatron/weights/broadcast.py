@@ -93,7 +93,10 @@ class Broadcast:
         self.bytes_sent = 0
         self._group: dist.ProcessGroup | None = None
         self._name = ""
-        self._thread: ThreadPoolExecutor | None = None
+        # A thread starts on the first GPU, whatever this one's is.
+        device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+        self._thread = ThreadPoolExecutor(
+            1, "send-weights", initializer=lambda: device is not None and torch.accelerator.set_device_index(device))
         self._buckets = 0
 
     # Groups
@@ -129,10 +132,6 @@ class Broadcast:
             raise RunError(f"the weight group of rank {self.rank} with the engines {', '.join(urls)} did not form "
                            f"within {self.section.timeout:.0f} s (publication.timeout): {refused or error}") from error
         self._engines.wait(joining)
-        # A thread starts on the first GPU, whatever this one's is.
-        device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
-        self._thread = ThreadPoolExecutor(
-            1, "send-weights", initializer=lambda: device is not None and torch.accelerator.set_device_index(device))
 
     def leave(self) -> None:
         """Give up the groups, also with engines that are gone: whoever waits in one gets an error."""
@@ -141,7 +140,6 @@ class Broadcast:
         with suppress(Exception):  # it may have failed already
             dist.destroy_process_group(self._group)
         self._engines.try_all(lambda client, _: client.destroy_weight_group(self._name))
-        self._thread.shutdown()
         self._group = None
 
     # Sending
