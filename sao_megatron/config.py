@@ -237,6 +237,8 @@ class EngineSection(Section):
     """KV-cache tokens of a CPU engine (a GPU engine sizes its own)."""
     start_timeout: float = Field(600.0, gt=0)
     """Seconds until a server must be healthy."""
+    restarts: int = Field(3, ge=0)
+    """How often `train` starts an engine again that died after it was healthy; the run goes on meanwhile."""
     extra_args: list[str] = []
     """More arguments for sglang.launch_server."""
 
@@ -244,12 +246,15 @@ class EngineSection(Section):
 class PublicationSection(Section):
     mode: Literal["retract", "in_place", "abort"] = "retract"
     """What running requests do while weights change: re-prefill, keep their old KV cache, or end early."""
-    bucket_mib: int = Field(512, ge=1)
-    """Size of one broadcast."""
+    bucket_mib: float = Field(512, gt=0)
+    """Size of one broadcast; an owner rank holds up to four buckets."""
+    via: Literal["collective", "disk"] = "collective"
+    """collective: broadcast into the engines' memory. disk: through an HF checkpoint in the run's folder, for engines
+    that no broadcast reaches but that see this folder."""
     timeout: float = Field(300.0, gt=0)
     """Seconds for any one wait of a publication."""
     verify_every: int = Field(50, ge=0)
-    """Compare engine and learner log-probs on a probe at every n-th publication (and the first); 0 = never."""
+    """Verify (docs/weights.md) every n-th publication, and every engine's first; 0 = never."""
     tolerance: float = Field(0.05, gt=0)
     """Largest mean log-prob difference (nats a token) that verification accepts: bfloat16 kernels differ by about 0.01,
     float32 ones by less than 1e-5."""

@@ -7,3 +7,7 @@ class UserError(Exception):
 
 class RunError(Exception):
     """A run that was valid failed (a process died, a deadline passed). The CLI prints it and exits with 1."""
+
+
+class EngineGone(RunError):
+    """An engine has died, or its server fails: others may live, and it may come back."""

@@ -43,8 +43,11 @@ class Watch:
         self._supervisor, self._progress = supervisor, progress
         self._workers = {spec.name for spec in [*plan.learners, plan.controller] if spec}
         self._urls = dict(zip((spec.name for spec in plan.engines), plan.urls, strict=True))
-        self._starting: dict[str, str] = {}
-        self._started = time.monotonic()
+        self._starting: dict[str, float] = {}
+        """Engines that are not healthy yet, and since when they start."""
+        self._engine_restarts = dict.fromkeys(self._urls, 0)
+        self._lost: set[str] = set()
+        """Engines that were started often enough: the run goes on without them."""
         self._first_end: float | None = None
         self._generation = store.get_state("generation")
         self._last_step = self._furthest = max((row.step for row in store.steps()), default=-1)
@@ -57,7 +60,7 @@ class Watch:
 
     def until_done(self) -> None:
         """Return when the learner ranks and the controller have ended well."""
-        while not self._all_ended(self._supervisor.poll()):
+        while not self._all_ended(self._revived(self._supervisor.poll())):
             self._show_steps()
             self._check_engines()
             self._show_status()
@@ -69,12 +72,13 @@ class Watch:
         if learners:
             learners = self._meeting(learners)
         others = [spec for spec in [*self._plan.engines, self._plan.controller] if spec and spec.name in names]
-        if engines := {name: url for name, url in self._urls.items() if name in names}:
-            self._starting |= engines
+        if engines := self._urls.keys() & names:
+            self._starting |= dict.fromkeys(engines, time.monotonic())
+            self._engine_restarts |= dict.fromkeys(engines, 0)
+            self._lost -= engines
             self._store.unpublish()  # else the controller would sample from what they start with
             if self._config.mode == "rollout":
                 self._store.set_published(0, 0)  # which is what it should do here
-        self._started = time.monotonic()
         self._supervisor.start([*learners, *others])
 
     def _meeting(self, learners: list[ProcessSpec]) -> list[ProcessSpec]:
@@ -84,6 +88,32 @@ class Watch:
         self._rendezvous = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         place = {"MASTER_PORT": str(self._rendezvous.port)}
         return [replace(spec, environment=spec.environment | place) for spec in learners]
+
+    def _revived(self, ended: dict[str, int]) -> dict[str, int]:
+        """What ended, without the engines that the run can do without or that were started again alone."""
+        for name in [name for name in ended if name in self._urls and self._may_die(name)]:
+            code = ended.pop(name)
+            if name in self._lost:
+                continue
+            most = self._config.engine.restarts
+            if self._engine_restarts[name] == most:
+                self._lost.add(name)
+                self._progress.note(f"{name} ended again (exit code {code}): the run goes on without it")
+                continue
+            self._engine_restarts[name] += 1
+            self._supervisor.end({name})  # nothing may be left of what it had started
+            self._supervisor.start([spec for spec in self._plan.engines if spec.name == name])
+            self._starting[name] = time.monotonic()
+            self._progress.note(f"{name} ended with exit code {code} and is started again "
+                                f"({self._engine_restarts[name]} of engine.restarts={most})")
+        return ended
+
+    def _may_die(self, name: str) -> bool:
+        """Whether an engine was once healthy, so that it is no fault of the recipe, and can be started again or other
+        engines are left. (Without a learner nobody could give it weights again.)"""
+        once_healthy = name not in self._starting or self._engine_restarts[name]
+        again = self._engine_restarts[name] < self._config.engine.restarts
+        return bool(self._plan.learners and once_healthy and (again or self._urls.keys() - self._lost - {name}))
 
     def _all_ended(self, ended: dict[str, int]) -> bool:
         if failed := self._failed(ended):
@@ -100,7 +130,8 @@ class Watch:
     def _failed(self, ended: dict[str, int]) -> list[str]:
         # Read after the exit codes were: a rank first says that the run is finished, then ends.
         finished = self._store.get_state("finished", False)
-        return [name for name, code in ended.items() if code or not finished or name not in self._workers]
+        return [name for name, code in ended.items()
+                if (code or not finished or name not in self._workers) and name not in self._lost]
 
     def _failure(self, failed: list[str]) -> tuple[RunError, set[str]]:
         """The error for processes that ended, and which must be started for the run to go on.
@@ -135,12 +166,13 @@ class Watch:
         self._start(names)
 
     def _check_engines(self) -> None:
-        for name, url in list(self._starting.items()):
-            if _is_healthy(url):
+        for name, since in list(self._starting.items()):
+            if name in self._lost or _is_healthy(self._urls[name]):
                 del self._starting[name]
-            elif time.monotonic() - self._started > self._config.engine.start_timeout:
-                raise RunError(f"{name} at {url} is not healthy after {self._config.engine.start_timeout:.0f} s "
-                               f"(engine.start_timeout): see {self._supervisor.log_path(name)}")
+            elif time.monotonic() - since > self._config.engine.start_timeout:
+                raise RunError(f"{name} at {self._urls[name]} is not healthy after "
+                               f"{self._config.engine.start_timeout:.0f} s (engine.start_timeout): see "
+                               f"{self._supervisor.log_path(name)}")
 
     def _show_steps(self) -> None:
         if (generation := self._store.get_state("generation")) != self._generation:  # a learner has begun

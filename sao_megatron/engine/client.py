@@ -21,11 +21,12 @@ from sao_megatron.engine.reply import (
     Generation,
     check_batch,
     error_message,
+    read_checksums,
     read_generation,
     read_scores,
     read_version,
 )
-from sao_megatron.errors import RunError
+from sao_megatron.errors import EngineGone, RunError
 
 SHORT_TURN = 16
 HEALTH_SECONDS = 5.0
@@ -35,7 +36,8 @@ class EngineClient:
     """One engine, inside `async with`.
 
     `url` is http://host:port, `vocab_size` bounds the ids that may be sent, `timeout` (seconds) bounds every request.
-    Every method raises RunError where the engine cannot be reached, does not answer in time, or refuses.
+    Every method raises RunError where the engine does not answer in time, or refuses, and EngineGone, a RunError too,
+    where it cannot be reached or its server fails.
     """
 
     def __init__(self, url: str, vocab_size: int, timeout: float):
@@ -141,6 +143,21 @@ class EngineClient:
         """Close the update."""
         await self._post("/end_weight_update")
 
+    async def load_weights(self, folder: str, weight_version: int, *, flush_cache: bool) -> None:
+        """Load an HF checkpoint folder that the engine's host sees under this path. Needs no begin and end."""
+        await self._post("/update_weights_from_disk", {
+            "model_path": folder, "load_format": "auto", "weight_version": str(weight_version),
+            "flush_cache": flush_cache})
+
+    async def scramble_weights(self) -> None:
+        """Overwrite every tensor of the model with random numbers: what an update then misses is seen."""
+        await self._post("/weights_checker", {"action": "reset_tensors"})
+
+    async def checksums(self) -> dict[str, str]:
+        """A hash of every tensor as the engine holds it: fused and cut as SGLang does ("<rank>:<its name>")."""
+        reply = await self._post("/weights_checker", {"action": "checksum"})
+        return self._read("/weights_checker", reply, read_checksums)
+
     # Information
 
     async def model_version(self) -> int | None:
@@ -214,14 +231,15 @@ class EngineClient:
             raise RunError(f"engine {self.url} did not answer {path} within {self.timeout:g} s: is it paused, "
                            f"or waiting for a rank that is gone?") from None
         except aiohttp.ClientError as error:
-            raise RunError(f"engine {self.url} could not be asked {path}: {type(error).__name__}: {error}; "
+            raise EngineGone(f"engine {self.url} could not be asked {path}: {type(error).__name__}: {error}; "
                            f"see the engine's log") from None
         try:
             reply = json.loads(text)
         except json.JSONDecodeError:
             reply = text
         if status != 200 or (isinstance(reply, dict) and reply.get("success") is False):
-            raise RunError(f"engine {self.url} refused {path} (HTTP {status}): {error_message(reply)}")
+            kind = EngineGone if status >= 500 else RunError
+            raise kind(f"engine {self.url} refused {path} (HTTP {status}): {error_message(reply)}")
         return reply
 
     def _read(self, path: str, reply: Any, reader: Callable, *arguments) -> Any:

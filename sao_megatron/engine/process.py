@@ -41,6 +41,10 @@ def engine_command(config: RunConfig, model_dir: Path, port: int, gpu: bool) -> 
         # With overlap the first token after an in-place update carries the new version but was sampled from the old
         # weights. A CPU gains nothing from overlap.
         command += ["--disable-overlap-schedule"]
+    if config.publication.mode == "in_place":
+        # The prefix cache cannot be flushed under running requests: later episodes would go on from keys and values of
+        # ever older weights.
+        command += ["--disable-radix-cache"]
     if not gpu:
         command += ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch",
                     "--grammar-backend", "none", "--max-total-tokens", str(engine.max_total_tokens),

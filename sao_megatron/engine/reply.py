@@ -73,6 +73,12 @@ def read_version(reply: dict) -> int | None:
     return None if version == UNPUBLISHED else int(version)
 
 
+def read_checksums(reply: dict) -> dict[str, str]:
+    """Hashes by "<rank>:<tensor>" from a reply of /weights_checker; raises like `read_generation`."""
+    return {f"{rank}:{name}": value for rank, part in enumerate(reply["ranks"])
+            for name, value in part["checksums"].items()}
+
+
 def error_message(reply: object) -> str:
     """SGLang has four forms of error body."""
     if isinstance(reply, dict):

@@ -122,9 +122,10 @@ class Learner:
             checkpoint.load(self.trainer, self.checkpoint)
         self.saver = checkpoint.Saver(self.trainer, self.folder.checkpoints, self.generation)
         if self.config.mode == "train":
-            self.publisher = Publisher(self.trainer.policy_shards, self.folder.engine_urls(), self.config.engine.tp,
-                                       self.vocab_size, self.config.publication, runtime.backend())
-            self.publisher.connect(self.config.engine.start_timeout)
+            self.publisher = Publisher(
+                self.trainer.policy_shards, self.folder.engine_urls, self.config.engine.tp, self.vocab_size,
+                self.config.publication, runtime.backend(), self.config.engine.start_timeout,
+                self.folder.path / "publication", self.model_dir)
             self._publish(self.first_step, verify=True)
         if self.is_head:
             self._appended = self.store.appended_tokens()
@@ -208,6 +209,8 @@ class Learner:
             dist.broadcast_object_list(message, src=0)
             if message[0]:
                 return [decode(blob) for blob in message[0]]
+            if self.publisher:
+                self.publisher.publish(self.version)  # to engines that came back meanwhile
 
     def _poll(self, step: int, deadline: float, seconds: float = 10.0) -> list[bytes]:
         """Up to `seconds` of waiting for a full batch; [] if there is none yet."""

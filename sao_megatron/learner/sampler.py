@@ -1,6 +1,6 @@
 """An engine inside the learner's process, for experiments at a fixed lag: it samples with weights that it is given.
 
-It answers `generate` like the engine client (rollout/episode.py's Generator), so episodes, tasks and trajectories are
+It answers `generate` like the engine client (rollout/pool.py's Generator), so episodes, tasks and trajectories are
 the run's own; tests/engine/test_sampler.py holds its log-probs and its distribution to SGLang's. Requests that are made
 in one turn of the event loop become one batch. It keeps no cache: every token costs a forward pass over its prefix,
 which is cheap only for short episodes. One rank, no parallelism.

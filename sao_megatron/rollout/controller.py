@@ -13,9 +13,10 @@ import time
 
 from sao_megatron.config import RunConfig
 from sao_megatron.errors import RunError
-from sao_megatron.rollout.episode import ClientPool, EpisodeSettings, Generator, run_episode
+from sao_megatron.rollout.episode import EpisodeSettings, run_episode
 from sao_megatron.rollout.evaluate import evaluate
 from sao_megatron.rollout.pacing import admissible
+from sao_megatron.rollout.pool import EnginePool, Generator
 from sao_megatron.rollout.tasks.base import Task
 from sao_megatron.trajectory.store import Store
 from sao_megatron.trajectory.types import Status, Trajectory
@@ -34,18 +35,22 @@ async def run_controller(config: RunConfig, task: Task, store: Store, clients: l
     Where nothing trains (`mode: rollout`) it says "finished" itself, when the trajectories of all steps are there.
 
     Evaluates before the first episode and after the last where `evaluation.episodes` is set, each once in a run.
-    Raises RunError if an engine fails, if 20 episodes in a row end with a failed environment, or if the controller
-    could do nothing for `learner_patience` seconds because the learner published nothing.
+    Raises RunError if an engine fails though it lives, if none lives for `engine.start_timeout`, if 20 episodes in a
+    row end with a failed environment, or if the controller could do nothing for `learner_patience` seconds because the
+    learner published nothing.
     """
-    await _Controller(config, task, store, clients, learner_patience).run()
+    pool = EnginePool(clients, config.engine.start_timeout)
+    try:
+        await _Controller(config, task, store, pool, learner_patience).run()
+    finally:
+        pool.close()
 
 
 class _Controller:
-    def __init__(self, config: RunConfig, task: Task, store: Store, clients: list[Generator], learner_patience: float):
-        self.config, self.task, self.store, self.clients = config, task, store, clients
+    def __init__(self, config: RunConfig, task: Task, store: Store, pool: EnginePool, learner_patience: float):
+        self.config, self.task, self.store, self.pool = config, task, store, pool
         self.learner_patience = learner_patience
         self.settings = EpisodeSettings.of(config)
-        self.pool = ClientPool(clients)
         group = self.settings.rollouts_per_prompt
         self.next_seq = -(-store.next_seq() // group) * group
         self.again = store.missing_seqs(group) if group > 1 else []
@@ -86,7 +91,7 @@ class _Controller:
         episodes = self.config.evaluation.episodes
         if episodes and name not in [done.name for done in self.store.evaluations()]:
             version, _ = self.store.published()
-            await evaluate(self.config, self.task, self.clients, episodes, name, version, self.store)
+            await evaluate(self.config, self.task, self.pool, episodes, name, version, self.store)
 
     async def _roll_out(self) -> bool:
         """Keep episodes in flight; True when the learner has finished, False when told to stop."""
@@ -137,7 +142,7 @@ class _Controller:
 
     async def _episode(self, seq: int) -> None:
         prompt = self.task.prompt(seq // self.settings.rollouts_per_prompt)
-        with self.pool.least_busy() as client:
+        with self.pool.seat() as client:
             trajectory = await run_episode(client, self.task, prompt, self.settings, seq)
         self._append(trajectory, seq)
         self._count_errors(trajectory)

@@ -2,7 +2,8 @@
 
 What the engine sampled goes back to the engine and into the trajectory as it is; nothing is decoded or tokenised on the
 way. Three kinds of failure are kept apart: a failing environment is retried and then recorded as an `error` trajectory,
-a spent budget makes a `truncated` one, and a failing engine (RunError) is nobody's episode: it ends the run.
+a spent budget makes a `truncated` one, and an engine that answers nonsense (RunError) is
+nobody's episode: it ends the run. One that dies is the pool's business (pool.py).
 """
 from __future__ import annotations
 
@@ -12,23 +13,15 @@ import time
 import traceback
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 from sao_megatron.algorithm.presets import resolve
 from sao_megatron.config import RunConfig
 from sao_megatron.errors import RunError
+from sao_megatron.rollout.pool import Generator
 from sao_megatron.rollout.tasks.base import Prompt, Step, Task
 from sao_megatron.trajectory.types import Status, Trajectory, TrajectoryBuilder
 
 ABORT_PAUSE = 0.05  # seconds before asking again an engine that aborted a request without sampling a token
-
-
-class Generator(Protocol):
-    """The one method of the engine client that an episode needs."""
-
-    async def generate(self, input_ids: list[int], *, max_new_tokens: int, temperature: float,
-                       stop_token_ids: list[int]):
-        """Answer with `tokens`, `logprobs`, `versions` (lists of one length) and `finish`: stop, length or abort."""
 
 
 @dataclass(frozen=True)
@@ -53,24 +46,6 @@ class EpisodeSettings:
             max_tokens=rollout.max_tokens, environment_retries=rollout.environment_retries,
             request_timeout=rollout.request_timeout,
             rollouts_per_prompt=preset.rollouts_per_prompt) | changes)
-
-
-class ClientPool:
-    """The engines' clients. An episode stays with one of them, whose prefix cache holds its earlier turns."""
-
-    def __init__(self, clients: list[Generator]):
-        self._clients = clients
-        self._in_flight = [0] * len(clients)
-
-    @contextmanager
-    def least_busy(self):
-        """The client with the fewest episodes, for the length of one."""
-        index = self._in_flight.index(min(self._in_flight))
-        self._in_flight[index] += 1
-        try:
-            yield self._clients[index]
-        finally:
-            self._in_flight[index] -= 1
 
 
 async def run_episode(client: Generator, task: Task, prompt: Prompt, settings: EpisodeSettings, seq: int) -> Trajectory:

@@ -5,24 +5,25 @@ import asyncio
 
 from sao_megatron.config import RunConfig
 from sao_megatron.errors import RunError
-from sao_megatron.rollout.episode import ClientPool, EpisodeSettings, Generator, run_episode
+from sao_megatron.rollout.episode import EpisodeSettings, run_episode
+from sao_megatron.rollout.pool import EnginePool
 from sao_megatron.rollout.tasks.base import Task
 from sao_megatron.trajectory.store import Store
 from sao_megatron.trajectory.types import Status
 
 
-async def evaluate(config: RunConfig, task: Task, clients: list[Generator], episodes: int, name: str, version: int,
+async def evaluate(config: RunConfig, task: Task, pool: EnginePool, episodes: int, name: str, version: int,
                    store: Store) -> float:
     """Play `episodes` evaluation prompts under weight `version`; record the result as `name` and return the solve rate.
 
     Episodes whose environment failed count neither as solved nor as played. Raises RunError if that were all of them.
     """
     settings = EpisodeSettings.of(config, temperature=1.0, rollouts_per_prompt=1)
-    pool, slots = ClientPool(clients), asyncio.Semaphore(config.rollout.concurrency)
+    slots = asyncio.Semaphore(config.rollout.concurrency)
 
     async def play(seq, prompt):
         async with slots:
-            with pool.least_busy() as client:
+            with pool.seat() as client:
                 return await run_episode(client, task, prompt, settings, seq)
 
     running = [asyncio.create_task(play(seq, prompt)) for seq, prompt in enumerate(task.evaluation_prompts(episodes))]

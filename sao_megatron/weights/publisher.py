@@ -1,23 +1,21 @@
-"""Publishes the policy's weights from their shards to every engine, over torch.distributed, while episodes run.
+"""Publishes the policy's weights from their shards to every engine, while episodes run.
 
-One publication: rank 0 pauses the engines and opens an update on each; then every owner rank in turn (see shards.py)
-gathers its parameters bucket by bucket and broadcasts each bucket to all engines in one collective; the last bucket
-carries the version; rank 0 closes the update and resumes. Each learner incarnation makes groups with fresh names: an
-engine never accepts a name twice. SGLang answers success for names that it ignores, so `verify` compares log-probs.
+One publication: rank 0 looks which engines live, pauses them and opens an update on each; the weights travel
+(broadcast.py, or disk.py); rank 0 closes the update and resumes. An engine that is gone is left out, with a line in the
+log; one that came back, or is new in the list, gets the weights before anyone samples from it. Whenever the engines
+change, all groups are formed anew under fresh names: an engine never accepts a name twice, nor a group's member again.
 """
 from __future__ import annotations
 
-import asyncio
-import socket
-import threading
+import logging
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Iterator
-from datetime import timedelta
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -25,238 +23,243 @@ from sao_megatron.config import PublicationSection
 from sao_megatron.engine.client import EngineClient
 from sao_megatron.errors import RunError
 from sao_megatron.trajectory.types import Trajectory
+from sao_megatron.weights import verification
+from sao_megatron.weights.broadcast import Broadcast
+from sao_megatron.weights.disk import Disk
+from sao_megatron.weights.engine_set import EngineSet, Request
 from sao_megatron.weights.shards import ShardMap
+
+log = logging.getLogger("publisher")
+
+ATTEMPTS = 5
+"""Most tries of one publication, each without the engines that died in the one before."""
+DYING_SECONDS = 15.0
+"""For an engine that lost its scheduler to end (SGLang notices within 1 s, then collects dumps for 5 s)."""
+LOOK_SECONDS = 0.5
 
 
 class Publisher:
     """Collective: every learner rank makes one and calls the same methods in the same order."""
 
-    def __init__(self, shards: ShardMap, urls: list[str], engine_tp: int, vocab_size: int,
-                 section: PublicationSection, backend: str):
-        self.shards, self.urls, self.engine_tp, self.section = shards, urls, engine_tp, section
-        self.vocab_size, self.backend = vocab_size, backend
-        self.owners = shards.owners()
-        self.rank = dist.get_rank()
-        self._engines = _Engines(urls, vocab_size, section.timeout) if self.rank in {0, *self.owners} else None
-        self.incarnation = ""
-        self._group: dist.ProcessGroup | None = None
-        self._group_name = ""
+    def __init__(self, shards: ShardMap, find_engines: Callable[[], list[str]], engine_tp: int, vocab_size: int,
+                 section: PublicationSection, backend: str, start_timeout: float, folder: Path, model_dir: Path):
+        """`find_engines` lists the engines' URLs, anew at every publication. `start_timeout`: seconds that the first
+        publication waits for all of them, later ones for any. `folder` and `model_dir`: see disk.Disk."""
+        self.section, self.vocab_size, self.start_timeout = section, vocab_size, start_timeout
+        self.find_engines, self.is_head = find_engines, dist.get_rank() == 0
+        self.transport = (Disk(_WithHead(shards), folder, model_dir) if section.via == "disk"
+                          else Broadcast(_WithHead(shards), engine_tp, section, backend))
+        needs_engines = self.is_head or dist.get_rank() in self.transport.owners
+        self._engines = EngineSet(vocab_size, section.timeout) if needs_engines else None
+        self.incarnation = self._from_head(lambda: uuid.uuid4().hex[:12])  # unlike any earlier learner's
+        self._groups = 0
+        self._joined: list[str] = []
+        """Engines that the transport reaches."""
+        self._served: set[str] = set()
+        """Engines that hold what this learner published last, as far as rank 0 knows."""
+        self._published: int | None = None
 
-    def connect(self, start_timeout: float) -> None:
-        """Wait for the engines (up to `start_timeout` seconds) and form one broadcast group per owner."""
-        if self._engines is not None:
-            deadline = time.monotonic() + start_timeout
-            self._engines.run(lambda client, _: _healthy(client, deadline, start_timeout))
-        names: list = [uuid.uuid4().hex[:12]]  # unlike any earlier learner's
-        dist.broadcast_object_list(names, src=0)
-        self.incarnation = names[0]
-        for index, owner in enumerate(self.owners):
-            if owner == self.rank:
-                self._group_name = f"publish-{self.incarnation}-{index}"
-                self._join_engines()
-            dist.barrier()
-
-    def _join_engines(self) -> None:
-        address, deadline = _address_towards(self.urls), timedelta(seconds=self.section.timeout)
-        world = 1 + len(self.urls) * self.engine_tp
-        store = dist.TCPStore(address, 0, world, is_master=True, timeout=deadline, wait_for_workers=False)
-        joining = self._engines.start(
-            lambda client, i: client.init_weight_group(address, store.port, 1 + i * self.engine_tp, world,
-                                                       self._group_name, self.backend))
-        try:
-            self._group = _second_group(store, world, self._group_name, self.backend, deadline)
-        except Exception as error:
-            raise RunError(f"the weight group of rank {self.rank} with the engines {', '.join(self.urls)} did not form "
-                           f"within {self.section.timeout:.0f} s: {self._engines.failure(joining) or error}") from error
-        self._engines.wait(joining)
+    # Publishing
 
     def publish(self, version: int) -> float:
-        """Send all weights as `version`; returns seconds. Raises RunError naming the engine that failed."""
-        begin = time.monotonic()
-        if self.rank == 0:
-            self._engines.run(lambda client, _: _open(client, self.section.mode))
-        dist.barrier()
-        for owner in self.owners:
-            stream = self._with_head(self.shards.export(owner))
-            if owner == self.rank:
-                self._send(stream, version if owner == self.owners[-1] else None)
-            else:
-                for _ in stream:  # take part in the gathers
-                    pass
-            dist.barrier()
-        if self.rank == 0:
-            self._engines.run(lambda client, _: _close(client))
-        dist.barrier()
-        return time.monotonic() - begin
+        """Send all weights as `version` to the engines that do not serve it yet; returns seconds.
 
-    def _with_head(self, stream: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """A tied head is sent under its own name too: SGLang's Qwen3-MoE has one of its own whatever the config says,
-        and the models that tie it ignore the name."""
-        for name, tensor in stream:
-            yield name, tensor
-            if self.shards.tied and name == "model.embed_tokens.weight":
-                yield "lm_head.weight", tensor
+        Repeated with the same version it serves engines that came (back) since. Engines that die meanwhile are left
+        out. Raises RunError naming an engine that failed and lives, or if none is left.
+        """
+        begin, error = time.monotonic(), None
+        for _ in range(ATTEMPTS):
+            urls, new = self._from_head(lambda: self._choose(version))
+            if not urls:
+                return 0.0
+            repeated = error is not None
+            error = self._join(urls, new) or self._send(version, new, repeated)
+            if error is None:
+                self._published = version
+                self._served |= set(urls)
+                return time.monotonic() - begin
+            self._leave()
+            self._from_head(lambda: self._expect_a_death(error))  # noqa: B023
+        raise RunError(f"version {version} could not be published in {ATTEMPTS} tries; the last: {error}")
 
-    def _send(self, stream: Iterator[tuple[str, Tensor]], version: int | None) -> None:
-        """Broadcast a stream bucket by bucket; the final bucket carries `version`, if this owner is the last."""
-        buckets = _buckets(stream, self.section.bucket_mib * 2**20)
-        bucket = next(buckets)
-        while bucket:
-            following = next(buckets, None)
-            self._broadcast(bucket, version if following is None else None)
-            bucket = following
+    def _choose(self, version: int) -> tuple[list[str], list[str]]:
+        """On rank 0: the living engines that need `version`, and those of them that are new to this learner."""
+        deadline = time.monotonic() + self.start_timeout
+        while True:
+            urls = self.find_engines()
+            self._engines.use(urls)
+            states = dict(zip(urls, self._engines.run(lambda client, _: _state(client)), strict=True))
+            living = [url for url in urls if states[url] is not None]
+            late = time.monotonic() > deadline
+            if living and (self._published is not None or late or len(living) == len(urls)):
+                break
+            if late:
+                raise RunError(f"no engine of the run is alive: {', '.join(urls)} did not answer /health within "
+                               f"{self.start_timeout:.0f} s (engine.start_timeout): see their logs")
+            time.sleep(LOOK_SECONDS)
+        for url in set(urls if self._published is None else self._served) - set(living):
+            log.warning("engine %s is gone: the run goes on without it until it is back", url)
+        self._served &= set(living)
+        new = [url for url in living if url not in self._served or states[url] != str(self._published)]
+        return [url for url in living if version != self._published or url in new], new
 
-    def _broadcast(self, bucket: list[tuple[str, Tensor]], version: int | None) -> None:
-        bucket = sorted(bucket, key=lambda item: -item[1].element_size())  # keeps every offset aligned
-        last = version is not None
-        flush = last and self.section.mode != "in_place"  # refused while requests hold their cache
-        receiving = self._engines.start(lambda client, _: client.update_weights(
-            [name for name, _ in bucket], [str(t.dtype).removeprefix("torch.") for _, t in bucket],
-            [list(t.shape) for _, t in bucket], self._group_name, last=last, weight_version=version,
-            flush_cache=flush))
-        data = torch.cat([t.contiguous().flatten().view(torch.uint8) for _, t in bucket])
+    def _expect_a_death(self, error: str) -> None:
+        """On rank 0, after a failed publication: return once an engine is seen to have died; RunError if all live."""
+        self._engines.use(self.find_engines())
+        deadline = time.monotonic() + DYING_SECONDS
+        while all(self._engines.run(lambda client, _: client.healthy())):
+            if time.monotonic() > deadline:
+                raise RunError(error)
+            time.sleep(LOOK_SECONDS)
+        log.warning("a publication failed and is repeated with the engines that live: %s", error)
+
+    def _join(self, urls: list[str], new: list[str]) -> str | None:
+        """Have the transport reach exactly these engines; returns an error of any rank."""
+        if urls != self._joined or new:
+            self._leave()
+        if self._engines is not None:
+            self._engines.use(urls)
+        if urls == self._joined:
+            return None
+        if self._published is not None:
+            log.info("forming new groups with %s", ", ".join(urls))
+        self._groups, self._joined = self._groups + 1, urls
+        return _first(self.transport.join(self._engines, f"publish-{self.incarnation}-{self._groups}"))
+
+    def _leave(self) -> None:
+        if self._engines is not None:
+            self._engines.use(self._joined)
+        self.transport.leave()
+        self._joined = []
+
+    def _send(self, version: int, new: list[str], repeated: bool) -> str | None:
+        """Pause, send (twice where coverage is to be proved), resume; returns an error of any rank."""
+        mode, session = self.section.mode, self.transport.needs_session
+        flush = mode != "in_place"  # refused while requests hold their cache
+        prove = bool(new and self.section.verify_every)
+        error = self._ask_all(lambda client, _: _open(client, mode, session, repeated or client.url in new))
+        checksums = []
+        for _ in range(1 + prove):
+            if prove:
+                error = error or self._ask_all(lambda client, _: _scramble(client, client.url in new))
+            error = error or _first(self.transport.send(version, flush))
+            if prove and not error:
+                checksums.append(self._from_head(lambda: self._checksums(new)))
+        error = error or self._ask_all(lambda client, _: _close(client, session))
+        if prove and not error:
+            for url in checksums[0].keys() & checksums[1].keys():
+                verification.check_coverage(url, checksums[0][url], checksums[1][url])
+        return error
+
+    def _ask_all(self, request: Request) -> str | None:
+        """Ask every engine from rank 0; returns the first error, on all ranks."""
         try:
-            dist.broadcast(data, group=self._group, group_src=0)
-        except Exception as error:
-            raise RunError(f"rank {self.rank} could not send a bucket of {data.numel()} bytes to "
-                           f"{', '.join(self.urls)}: {self._engines.failure(receiving) or error}") from error
-        self._engines.wait(receiving)
+            self._from_head(lambda: self._engines.run(request))
+        except RunError as error:
+            return str(error)
+        return None
+
+    def _from_head(self, call: Callable[[], Any]) -> Any:
+        """What `call` returns on rank 0, or the RunError that it raises there, on all ranks."""
+        message: list = [None, None]
+        if self.is_head:
+            try:
+                message[0] = call()
+            except RunError as error:
+                message[1] = str(error)
+        dist.broadcast_object_list(message, src=0)
+        if message[1] is not None:
+            raise RunError(message[1])
+        return message[0]
+
+    # Verifying
+
+    def _checksums(self, urls: list[str]) -> dict[str, verification.Checksums]:
+        """On rank 0, by URL, of those engines that answer."""
+        self._engines.use(urls)
+        answers = self._engines.try_all(lambda client, _: client.checksums())
+        self._engines.use(self._joined)
+        return {url: answer for url, answer in zip(urls, answers, strict=True) if not isinstance(answer, RunError)}
 
     def verify(self, version: int, score: Callable[[list[Trajectory]], list[np.ndarray]]) -> float:
-        """Compare the engines' log-probs of a probe with the learner's (`score`, collective, at temperature 1).
+        """Hold the engines' weights to each other and their log-probs of a probe to the learner's (`score`,
+        collective, at temperature 1).
 
-        Returns the largest mean difference; raises RunError if it exceeds `publication.tolerance` or an engine serves
-        another version.
+        Returns the largest mean difference; raises RunError if it exceeds `publication.tolerance`, if an engine serves
+        another version, or if two engines differ in a tensor. Engines that died meanwhile are left out.
         """
-        probes = _probes(self.vocab_size)
+        probes = verification.probes(self.vocab_size)
         expected = score(probes)
-        if self.rank != 0:
-            return 0.0
-        tolerance, worst = self.section.tolerance, 0.0
-        answers = self._engines.run(lambda client, _: _ask(client, probes))
-        for url, (served, scores) in zip(self.urls, answers, strict=True):
-            difference = max(float(np.abs(np.array(got) - want).mean())
-                             for got, want in zip(scores, expected, strict=True))
-            if served != version or not difference <= tolerance:
-                raise RunError(f"engine {url} does not serve what was published: it reports version {served}, expected "
-                               f"{version}; its log-probs of a probe differ by {difference:.2e} nats a token from the "
-                               f"learner's (publication.tolerance {tolerance:g})")
-            worst = max(worst, difference)
-        return worst
+        return self._from_head(lambda: self._compare(version, probes, expected))
+
+    def _compare(self, version: int, probes: list[Trajectory], expected: list[np.ndarray]) -> float:
+        urls = sorted(self._served)
+        self._engines.use(urls)
+        answers = self._engines.try_all(lambda client, _: verification.ask(client, probes))
+        living = self._engines.run(lambda client, _: client.healthy())
+        self._engines.use(self._joined)
+        for answer, lives in zip(answers, living, strict=True):
+            if isinstance(answer, RunError) and lives:
+                raise answer
+        answers = {url: answer for url, answer in zip(urls, answers, strict=True) if not isinstance(answer, RunError)}
+        if not answers:
+            log.warning("version %d was not verified: all engines have died since it was published", version)
+        verification.check_agreement(list(answers), [checksums for _, _, checksums in answers.values()])
+        return max((verification.check_meaning(url, served, version, scores, expected, self.section.tolerance)
+                    for url, (served, scores, _) in answers.items()), default=0.0)
 
     def close(self) -> None:
         """Leave the groups, so that the engines do not wait for a learner that has ended."""
-        if self._group is not None:
-            leaving = self._engines.start(lambda client, _: client.destroy_weight_group(self._group_name))
-            dist.destroy_process_group(self._group)
-            self._engines.wait(leaving)
+        self._leave()
         if self._engines is not None:
             self._engines.close()
 
 
-async def _healthy(client: EngineClient, deadline: float, timeout: float) -> None:
-    while not await client.healthy():
-        if time.monotonic() > deadline:
-            raise RunError(f"engine {client.url} was not healthy within {timeout:.0f} s (engine.start_timeout): see "
-                           f"its log")
-        await asyncio.sleep(0.2)
+class _WithHead:
+    """A ShardMap that exports a tied head under its own name too: SGLang's Qwen3-MoE has one of its own whatever the
+    config says, and the models that tie it ignore the name."""
+
+    def __init__(self, shards: ShardMap):
+        self._shards, self.owners = shards, shards.owners
+
+    def export(self, owner: int | None = None) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._shards.export(owner):
+            yield name, tensor
+            if self._shards.tied and name == "model.embed_tokens.weight":
+                yield "lm_head.weight", tensor
 
 
-async def _open(client: EngineClient, mode: str) -> None:
-    await client.pause(mode)
+async def _state(client: EngineClient) -> str | None:
+    """The version that an engine serves ("None" before the first); None if it does not live."""
     try:
+        return str(await client.model_version()) if await client.healthy() else None
+    except RunError:
+        return None
+
+
+async def _open(client: EngineClient, mode: str, session: bool, unknown: bool) -> None:
+    """Pause; `unknown`: what state the engine is in: a learner may have died, or failed, in the middle."""
+    await client.pause(mode)
+    if session and unknown:
+        with suppress(RunError):  # it has no open update
+            await client.end_weight_update()
+    if session:
         await client.begin_weight_update()
-    except RunError as error:
-        if "already open" not in str(error):
-            raise
-        # By a learner that died in a publication: the engine holds parts of two versions, and has been paused since.
+
+
+async def _scramble(client: EngineClient, mine: bool) -> None:
+    if mine:
+        await client.scramble_weights()
+
+
+async def _close(client: EngineClient, session: bool) -> None:
+    if session:
         await client.end_weight_update()
-        await client.begin_weight_update()
-
-
-async def _close(client: EngineClient) -> None:
-    await client.end_weight_update()
     await client.resume()
 
 
-async def _ask(client: EngineClient, probes: list[Trajectory]) -> tuple[int | None, list[list[float]]]:
-    return await client.model_version(), [await client.score(probe.tokens.tolist()) for probe in probes]
-
-
-class _Engines:
-    """The engines' clients on an event loop of their own: requests go on while this thread is in a collective."""
-
-    def __init__(self, urls: list[str], vocab_size: int, timeout: float):
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, daemon=True, name="engine-requests").start()
-        self._clients = [EngineClient(url, vocab_size, timeout) for url in urls]
-        for client in self._clients:
-            self._submit(client.__aenter__()).result()
-
-    def start(self, request: Callable[[EngineClient, int], Coroutine]) -> list:
-        """Send one request to every engine; returns futures."""
-        return [self._submit(request(client, i)) for i, client in enumerate(self._clients)]
-
-    def wait(self, futures: list) -> list[Any]:
-        return [future.result() for future in futures]
-
-    def run(self, request: Callable[[EngineClient, int], Coroutine]) -> list[Any]:
-        return self.wait(self.start(request))
-
-    def failure(self, futures: list) -> BaseException | None:
-        """The first error among requests that have ended."""
-        return next((f.exception() for f in futures if f.done() and f.exception()), None)
-
-    def close(self) -> None:
-        for client in self._clients:
-            self._submit(client.__aexit__()).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-
-    def _submit(self, coroutine: Coroutine):
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-
-def _buckets(stream: Iterator[tuple[str, Tensor]], max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Cut a stream of tensors into lists of at most `max_bytes` (a larger tensor has a list of its own)."""
-    bucket, size = [], 0
-    for name, tensor in stream:
-        if bucket and size + tensor.nbytes > max_bytes:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += tensor.nbytes
-    if bucket:
-        yield bucket
-
-
-def _probes(vocab_size: int, count: int = 4, length: int = 48) -> list[Trajectory]:
-    """Random token sequences, the same in every run, every token after the first to be scored."""
-    rng = np.random.default_rng(0)
-    scored = np.arange(length) > 0
-    return [Trajectory(
-        tokens=rng.integers(0, vocab_size, length), action_mask=scored, rollout_logprobs=np.where(scored, 0.0, np.nan),
-        versions=np.where(scored, 0, -1), turns=np.zeros(length), rewards=np.zeros(length), prompt_id=f"probe-{i}",
-        task="probe") for i in range(count)]
-
-
-def _address_towards(urls: list[str]) -> str:
-    """The address of this host on the route to the first engine: what the engines can reach us at."""
-    from urllib.parse import urlsplit
-    target = urlsplit(urls[0])
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((target.hostname, target.port))  # sends nothing
-        return probe.getsockname()[0]
-
-
-def _second_group(store: dist.Store, world: int, name: str, backend: str, timeout: timedelta) -> dist.ProcessGroup:
-    """Rank 0 of a process group beside the learner's own, the counterpart of SGLang's init_custom_process_group.
-
-    torch.distributed has no public call for a second, independent rendezvous, so this uses the helper behind
-    init_process_group with a store of its own, prefixed as SGLang prefixes it.
-    """
-    from torch.distributed import distributed_c10d as c10d
-    group, _ = c10d._new_process_group_helper(
-        world, 0, [], dist.Backend(backend), dist.PrefixStore(name, store), group_name=name, backend_options=None,
-        timeout=timeout, device_id=None)
-    c10d._world.pg_group_ranks[group] = {i: i for i in range(world)}
-    return group
+def _first(error: str | None) -> str | None:
+    """The first error of any rank. Collective."""
+    errors: list = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    return next((e for e in errors if e is not None), None)

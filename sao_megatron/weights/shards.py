@@ -74,20 +74,22 @@ class ShardMap:
         dist.all_gather_object(gathered, {_owner(parameter.rule) for parameter in self.parameters} - {None})
         return sorted(set().union(*gathered))
 
-    def export(self, owner: int) -> Iterator[tuple[str, Tensor]]:
-        """Stream what global rank `owner` owns. Every rank calls this; only the owner gets tensors.
+    def export(self, owner: int | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Stream what global rank `owner` owns, or (None) what each rank owns. Every rank calls this, and gets what is
+        its own.
 
-        Ranks that hold no part of the owner's parameters return at once.
+        Ranks that hold no part of the owner's parameters return at once. Without `owner` all groups gather at the same
+        time; all ranks of a group meet its parameters in the same order.
         """
-        is_owner = dist.get_rank() == owner
         seen = set()
         for parameter in self.parameters:
-            if _owner(parameter.rule) != owner or parameter.hf_names in seen:
+            holder = _owner(parameter.rule)
+            if holder is None or owner not in (None, holder) or parameter.hf_names in seen:
                 continue
             seen.add(parameter.hf_names)  # a tied head is the embedding once more
             group = _tensor_group(parameter.rule)
             shards = _gather(parameter.tensor.detach(), group)
-            if is_owner:
+            if dist.get_rank() == holder:
                 yield from zip(parameter.hf_names, split(parameter.rule, shards, self.geometry), strict=True)
 
 

@@ -25,7 +25,7 @@ from sao_megatron.weights.shards import Parameter, ShardMap
 
 def gather_export(shards: ShardMap) -> dict[str, np.ndarray]:
     """All exported tensors on rank 0."""
-    mine = {name: t.float().numpy().copy() for owner in shards.owners() for name, t in shards.export(owner)}
+    mine = {name: t.float().numpy().copy() for name, t in shards.export()}
     parts: list = [None] * dist.get_world_size()
     dist.all_gather_object(parts, mine)
     return {name: tensor for part in parts for name, tensor in part.items()}

@@ -11,7 +11,7 @@ from real_run import BATCH, END_SECONDS, Run, query, stored
 from sao_megatron.trajectory.store import Store
 
 ENDLESS = ["steps=100000", "algorithm.critic_only_steps=0", f"batch.trajectories={BATCH}", "evaluation.episodes=0",
-           "warmup.steps=1", "publication.verify_every=0"]
+           "warmup.steps=1", "publication.verify_every=0", "engine.restarts=0"]
 
 
 def pick(run: Run, *words: str) -> psutil.Process:

@@ -45,9 +45,8 @@ def main(folder: Path) -> None:
     trainer = Trainer(config, hf_config, hf.SafetensorsFolder(model_dir))
     before = trainer.score(order["trajectories"])
     trainer.begin_reinforcement()
-    publisher = Publisher(trainer.policy_shards, [order["url"]], 1, hf_config["vocab_size"], config.publication,
-                          runtime.backend())
-    publisher.connect(start_timeout=60)
+    publisher = Publisher(trainer.policy_shards, lambda: [order["url"]], 1, hf_config["vocab_size"],
+                          config.publication, runtime.backend(), 60.0, folder / "publication", model_dir)
     for _ in range(3):
         trainer.train_step(order["trajectories"], version=order["version"])
     dist.barrier()

@@ -17,7 +17,7 @@ from sao_megatron.trajectory.types import Trajectory, TrajectoryBuilder
 
 HERE = Path(__file__).parent
 SETTINGS = {"name": "t", "task": {"name": "none"}, "steps": 3, "parallel": {"ranks": 2, "tp": 2, "ep": 2},
-            "policy_optimizer": {"lr": 0.02}, "publication": {"bucket_mib": 1, "timeout": 60, "tolerance": 1e-4}}
+            "policy_optimizer": {"lr": 0.02}, "publication": {"bucket_mib": 0.02, "timeout": 60, "tolerance": 1e-4}}
 
 
 async def sample(client, count: int, length: int = 12) -> list[Trajectory]:

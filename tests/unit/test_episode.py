@@ -13,6 +13,7 @@ from sao_megatron.errors import RunError
 from sao_megatron.rollout.controller import run_controller
 from sao_megatron.rollout.episode import EpisodeSettings, run_episode
 from sao_megatron.rollout.evaluate import evaluate
+from sao_megatron.rollout.pool import EnginePool
 from sao_megatron.rollout.tasks.base import Prompt, Step
 from sao_megatron.rollout.tasks.guess_number import EOT, HIGHER, LOWER, WIN, GuessNumber
 from sao_megatron.trajectory.store import Store
@@ -311,7 +312,8 @@ def test_evaluation_does_not_count_failed_environments(tmp_path):
     plain = config(rollout=dict(environment_retries=0, concurrency=1))
     with Store(tmp_path / "store.db") as store:
         task = TalkTask(won, OSError("no host"), won, lost)
-        rate = asyncio.run(evaluate(plain, task, [FakeEngine(two_words)], 4, "mixed", 2, store))
+        rate = asyncio.run(evaluate(plain, task, EnginePool([FakeEngine(two_words)], 1), 4, "mixed", 2, store))
         assert rate == pytest.approx(2 / 3) and store.evaluations()[0][:5] == ("mixed", 2, 3, 2, pytest.approx(2 / 3))
         with pytest.raises(RunError, match="failed in all 4 episodes; the first: OSError: no host"):
-            asyncio.run(evaluate(plain, TalkTask(OSError("no host")), [FakeEngine(two_words)], 4, "broken", 2, store))
+            asyncio.run(evaluate(plain, TalkTask(OSError("no host")), EnginePool([FakeEngine(two_words)], 1), 4,
+                                 "broken", 2, store))

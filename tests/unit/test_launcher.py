@@ -13,6 +13,7 @@ import pytest
 
 from sao_megatron import config as run_config
 from sao_megatron import launcher
+from sao_megatron.engine.process import engine_command, free_port
 from sao_megatron.errors import RunError, UserError
 from sao_megatron.supervisor import ProcessSpec, Supervisor, last_words
 from sao_megatron.telemetry.progress import Progress
@@ -212,6 +213,57 @@ def test_watch_stops_when_a_process_dies(config, tmp_path, name, code, how, desc
     with pytest.raises(RunError, match=how):
         watch(config, tmp_path, **programs)
     assert not alive(descendants())
+
+
+# If this fails, in-place updates leave episodes on keys and values of ever older weights, or label tokens wrongly.
+def test_in_place_engines_keep_no_cache_and_do_not_overlap(config, tmp_path):
+    config.publication.mode = "in_place"
+    command = engine_command(config, tmp_path, 1, gpu=True)
+    assert {"--disable-radix-cache", "--disable-overlap-schedule"} <= set(command)
+
+
+MORTAL = """
+import http.server, sys, threading, time
+lives = open(sys.argv[1], "a+")
+print("life", file=lives, flush=True)
+lives.seek(0)
+class Health(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        if len(lives.readlines()) < int(sys.argv[3]):
+            lives.seek(0)
+            threading.Thread(target=lambda: (time.sleep(1.5), __import__("os")._exit(3))).start()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[2])), Health).serve_forever()
+"""
+OUTLIVE = """
+import sys, time
+from pathlib import Path
+from sao_megatron.trajectory.store import Store
+while Path(sys.argv[2]).read_text().count("life") < int(sys.argv[3]):
+    time.sleep(0.05)
+Store(sys.argv[1]).set_state("learner_finished", True)
+"""
+
+
+# If this fails, one engine that dies ends a run, or one that dies again and again keeps it for ever.
+@pytest.mark.parametrize(("restarts", "ends"), [(2, True), (1, False)])
+def test_watch_starts_an_engine_again(config, tmp_path, restarts, ends, capsys):
+    config.engine.restarts = restarts
+    store_path, lives, port = tmp_path / "store.sqlite", tmp_path / "lives", free_port()
+    lives.touch()
+    plan = launcher.Plan([python("engine-0", MORTAL, lives, port, 3)], python("controller", FOLLOW, store_path),
+                         [python("learner-0", OUTLIVE, store_path, lives, 3)], [f"http://127.0.0.1:{port}"])
+    with Store(store_path) as store, Supervisor(tmp_path / "logs") as supervisor:
+        supervisor.start(plan.processes)
+        watched = launcher.Watch(config, plan, store, supervisor, Progress(2))
+        if ends:
+            watched.until_done()
+        else:
+            with pytest.raises(RunError, match="engine-0 ended unexpectedly with exit code 3"):
+                watched.until_done()
+    assert lives.read_text().count("life") == 1 + restarts
+    assert f"is started again (0 of engine.restarts={restarts} left)" in "".join(capsys.readouterr())
 
 
 # If this fails, an engine that never gets ready holds the run for ever.

@@ -1,0 +1,43 @@
+"""kill -9 of engines, one and then all: the run goes on with what is left, and with what comes back."""
+from __future__ import annotations
+
+import signal
+
+from real_run import START_SECONDS, Run
+from test_killed import ENDLESS, check_store
+
+
+def kill_scheduler(run: Run, engine: int) -> None:
+    """SIGKILL to the process that holds engine number `engine`'s weights; its server ends by itself."""
+    port = run.folder.engine_urls()[engine].rpartition(":")[2]
+    for child in run.children():
+        if "sglang::scheduler" in " ".join(child.cmdline()) and port in child.parent().cmdline():
+            child.kill()
+            return
+    raise AssertionError(f"engine {engine} has no scheduler")
+
+
+# If this fails, the death of one engine of many ends a run, or one that was started again never serves.
+def test_engines_die_and_come_back(start_run):
+    run = start_run("engines", *ENDLESS, "engine.count=2", "engine.restarts=2", "publication.verify_every=1")
+    learner = run.folder.log_dir / "learner-0.log"
+
+    def formed() -> int:
+        """How often the learner formed groups with both engines after its start."""
+        return sum(all(url in line for url in run.folder.engine_urls())
+                   for line in learner.read_text().splitlines() if "forming new groups" in line)
+
+    run.until(lambda: run.steps() >= 3, "three steps")
+    kill_scheduler(run, 1)
+    run.until(lambda: "engine-1 ended" in run.out, "the launcher to notice")
+    steps = run.steps()
+    run.until(lambda: run.steps() >= steps + 2, "steps with one engine")
+    kill_scheduler(run, 0)
+    run.until(lambda: "engine-0 ended" in run.out, "the launcher to notice")
+    run.until(lambda: formed() >= 1, "both engines to have weights again", 2 * START_SECONDS)
+    steps, appended = run.steps(), run.appended()
+    run.until(lambda: run.steps() >= steps + 3, "steps with both engines")
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait(START_SECONDS) == 130
+    assert run.survivors() == []
+    check_store(run, appended)

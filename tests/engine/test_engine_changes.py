@@ -1,0 +1,189 @@
+"""Publications that go wrong, engines that come and go, and the ways and modes of publication.
+
+One real learner rank and two real engines for all tests, which therefore depend on nothing but their order being kept:
+each leaves both engines alive with the learner's weights.
+"""
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from conftest import START_SECONDS, VOCAB, engine_process, hf_logprobs, make_tiny_model
+
+from sao_megatron.engine.client import EngineClient
+from sao_megatron.errors import RunError
+
+HERE = Path(__file__).parent
+PUBLICATION = {"bucket_mib": 0.05, "timeout": 60, "tolerance": 1e-4}  # about ten buckets
+EXPERT = "model.layers.1.mlp.experts.3.down_proj.weight"
+
+
+class Stand:
+    """The learner's rank and the two engines."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.version, self.commands = folder, 0, 0
+        make_tiny_model(folder / "model")
+        self.engines = [engine_process(folder / "model") for _ in range(2)]
+        self.urls = [engine.url for engine in self.engines]
+        recipe = {"name": "t", "task": {"name": "none"},
+                  "model": {"path": str(folder / "model"), "dtype": "float32"}}
+        (folder / "config.yaml").write_text(yaml.safe_dump(recipe))
+
+    def start(self) -> None:
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
+        with open(self.folder / "learner.log", "w") as log:
+            self.learner = subprocess.Popen(
+                [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1",
+                 str(HERE / "command_worker.py"), str(self.folder), str(self.folder / "config.yaml")],
+                env=environment, stdout=log, stderr=subprocess.STDOUT)
+        for index in range(2):
+            self.start_engine(index)
+        self.wait_engines()
+
+    def start_engine(self, index: int) -> None:
+        self.engines[index].start(self.folder / f"engine-{index}.log")
+
+    def wait_engines(self) -> None:
+        for engine in self.engines:
+            engine.wait_healthy(time.monotonic() + START_SECONDS)
+
+    def list(self, *indices: int) -> None:
+        """Which engines engines.json would name."""
+        (self.folder / "urls.txt").write_text(" ".join(self.urls[i] for i in indices))
+
+    def send(self, **command) -> Path:
+        """Give the learner a command; returns where its answer will be."""
+        part = self.folder / "command.part"
+        part.write_bytes(pickle.dumps(command))
+        part.rename(self.folder / f"{self.commands}.pkl")
+        self.commands += 1
+        return self.folder / f"{self.commands - 1}.answer.pkl"
+
+    def answer(self, path: Path):
+        deadline = time.monotonic() + 240
+        while not path.exists():
+            assert self.learner.poll() is None and time.monotonic() < deadline, self.log()[-4000:]
+            time.sleep(0.02)
+        return pickle.loads(path.read_bytes())
+
+    def do(self, **command):
+        return self.answer(self.send(**command))
+
+    def publish(self, **more):
+        """A publication of new weights as the next version; returns the URLs that serve it, or the error."""
+        self.version += 1
+        return self.do(shift=self.version, publish=self.version, **more)
+
+    def verified(self) -> None:
+        assert self.do(verify=self.version) < 1e-4
+
+    def log(self) -> str:
+        return (self.folder / "learner.log").read_text()
+
+    def client(self, index: int) -> EngineClient:
+        return EngineClient(self.urls[index], VOCAB, 60)
+
+
+@pytest.fixture(scope="module")
+def stand(tmp_path_factory):
+    stand = Stand(tmp_path_factory.mktemp("stand"))
+    stand.list(0)
+    try:
+        stand.start()
+        yield stand
+        (stand.folder / "command.part").write_bytes(pickle.dumps(None))
+        (stand.folder / "command.part").rename(stand.folder / f"{stand.commands}.pkl")
+        assert stand.learner.wait(60) == 0, stand.log()[-4000:]
+    finally:
+        stand.learner.kill()
+        for engine in stand.engines:
+            engine.stop()
+
+
+# If one fails, engines sample from a model that is not the learner's, and nobody notices: SGLang says success.
+@pytest.mark.parametrize(("fault", "message"), [
+    (("drop", EXPERT), "its whole model from a publication: 0:model.layers.1.mlp.experts.w2_weight (<rank>"),
+    (("rename", EXPERT), "its whole model from a publication: 0:model.layers.1.mlp.experts.w2_weight (<rank>"),
+    (("alter", "model.norm.weight"), "its whole model from a publication: 0:model.norm.weight (<rank>"),
+    (("alter twice", EXPERT), None),
+], ids=lambda value: value[0] if isinstance(value, tuple) else "")
+def test_a_wrong_tensor_is_detected(stand, fault, message):
+    answer = stand.publish(publication=PUBLICATION, fault=fault)
+    if message is None:  # the same wrong bytes arrive both times: only what they mean tells
+        assert answer == {stand.urls[0]}
+        answer, message = stand.do(verify=stand.version), "log-probs of a probe differ by"
+    assert isinstance(answer, RunError) and message in str(answer) and stand.urls[0] in str(answer)
+
+
+# If this fails, an engine that is new, killed in the middle of a publication, or back from the dead stops the run,
+# takes another engine with it, or serves other weights.
+def test_engines_come_and_go(stand):
+    assert stand.publish(publication=PUBLICATION) == {stand.urls[0]}
+    stand.list(0, 1)
+    assert stand.do(publish=stand.version) == set(stand.urls)  # the same version, for the new one alone
+    stand.verified()
+    assert stand.publish() == set(stand.urls)  # both together
+    stand.verified()
+    assert stand.publish(fault=("kill", stand.engines[1].pid)) == {stand.urls[0]}
+    assert "a publication failed and is repeated with the engines that live" in stand.log()
+    assert f"engine {stand.urls[1]} is gone: the run goes on without it" in stand.log()
+    stand.verified()
+    assert stand.publish() == {stand.urls[0]}
+    stand.engines[1].stop()
+    stand.start_engine(1)
+    stand.wait_engines()
+    assert stand.do(publish=stand.version) == set(stand.urls)
+    stand.verified()
+    assert stand.publish() == set(stand.urls)
+
+
+# If one fails, a mode or the way over the disk loses a request under way, or gives its tokens wrong versions.
+@pytest.mark.parametrize(("change", "prompt"), [
+    ({"mode": "in_place"}, [3, 4, 5]),
+    ({"mode": "abort"}, [6, 7, 8]),  # another prompt: the cache of the one before holds weights of long ago
+    ({"via": "disk"}, [10, 11, 12]),
+], ids=str)
+def test_modes_and_disk(stand, change, prompt, tmp_path):
+    from transformers import AutoModelForCausalLM
+    stand.do(save=str(tmp_path / "old"))
+    old_version = stand.version
+
+    async def cross():
+        async with stand.client(0) as client:
+            running = asyncio.create_task(client.generate(prompt, max_new_tokens=700, temperature=1.0,
+                                                          stop_token_ids=[], rid=f"crossing {change}"))
+            await asyncio.sleep(0.5)
+            stand.version += 1
+            path = stand.send(publication=PUBLICATION | change, shift=stand.version, publish=stand.version,
+                              save=str(tmp_path / "new"))
+            crossing = await running
+            assert await asyncio.to_thread(stand.answer, path) == set(stand.urls)
+            return crossing, await client.generate([9, 8, 7, 6], max_new_tokens=30, temperature=1.0, stop_token_ids=[])
+
+    crossing, later = asyncio.run(cross())
+    stand.verified()
+    old, new = (AutoModelForCausalLM.from_pretrained(tmp_path / name).float().eval() for name in ("old", "new"))
+    assert set(later.versions) == {stand.version}
+    want = hf_logprobs(new, [9, 8, 7, 6, *later.tokens])[3:]
+    assert np.abs(np.array(later.logprobs) - want).max() < 1e-4
+    versions, got = np.array(crossing.versions), np.array(crossing.logprobs)
+    before, after = versions == old_version, versions == stand.version
+    by_old, by_new = (np.array(hf_logprobs(m, [*prompt, *crossing.tokens])[2:]) for m in (old, new))
+    assert before.any() and np.abs(got - by_old)[before].max() < 1e-4
+    if change == {"mode": "abort"}:
+        assert crossing.finish == "abort" and before.all()
+        return
+    assert crossing.finish == "length" and after.any() and (before | after).all()
+    if change == {"mode": "in_place"}:  # new weights over the old ones' keys and values: neither model's
+        assert np.abs(got - by_old)[after].max() > 1e-3
+    else:
+        assert np.abs(got - by_new)[after].max() < 1e-4

@@ -1,0 +1,258 @@
+"""Publication to real engines, beside a raw broadcast of the same bytes: `python tools/benchmark/publish.py`.
+
+Starts engines with a random Qwen3-MoE of the given size, learner ranks that publish it to them, and as many receivers
+as engines. In every round the learner publishes, then rank 0 broadcasts as many bytes, in buckets of the same size, to
+the receivers, with nothing else going on: once into one buffer, once into new memory for each bucket, as SGLang does.
+Prints, for each bucket size, the fastest round of each part: what else the machine does only adds time. `raw / send` is
+the share of the raw broadcast's speed that the sending reaches; the aim is 0.85.
+`--estimate` starts nothing and prints a model of the seconds on a cluster (docs/weights.md).
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PATIENCE = timedelta(seconds=600)
+RAW = ("raw broadcast, one buffer", "raw broadcast, new memory")
+
+
+def model_config(options) -> dict:
+    return {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 4096,
+            "hidden_size": options.hidden, "intermediate_size": options.hidden, "num_hidden_layers": options.layers,
+            "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": options.hidden // 8,
+            "moe_intermediate_size": options.hidden // 2, "num_experts": options.experts, "num_experts_per_tok": 2,
+            "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "max_position_embeddings": 1024,
+            "rms_norm_eps": 1e-6, "hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False,
+            "torch_dtype": "float32"}
+
+
+def learner(folder: Path) -> None:
+    """One rank; rank 0 writes a list of one dict per round."""
+    import torch
+    import torch.distributed as dist
+
+    from sao_megatron import config as recipes
+    from sao_megatron.learner import model as models
+    from sao_megatron.learner import runtime
+    from sao_megatron.weights import broadcast, hf
+    from sao_megatron.weights.publisher import Publisher
+    from sao_megatron.weights.shards import ShardMap
+    plan = json.loads((folder / "plan.json").read_text())
+    config = recipes.load(folder / "recipe.yaml")
+    runtime.initialize(config.parallel, seed=0)
+    hf_config = hf.read_config(config.model.path)
+    module = models.build(hf_config, config.parallel, torch.float32)
+    shards = ShardMap(module, hf_config)
+    shards.load(hf.FreshTensors(0, 0.02))
+    raw, rounds = None, []
+    if dist.get_rank() == 0:
+        store = dist.TCPStore("127.0.0.1", plan["raw_port"], plan["receivers"] + 1, is_master=True, timeout=PATIENCE)
+        raw = broadcast.group_beside(store, 0, plan["receivers"] + 1, "raw", runtime.backend(), PATIENCE)
+    for mib in plan["buckets"]:
+        section = config.publication.model_copy(update={"bucket_mib": mib})
+        publisher = Publisher(shards, lambda: plan["urls"], 1, hf_config["vocab_size"], section, runtime.backend(),
+                              600.0, folder / "publication", config.model.path)
+        publisher.publish(0)  # forms the groups
+        for version in range(1, plan["rounds"] + 1):
+            rounds.append({"bucket": mib} | one_round(publisher, version, raw, int(mib * 2**20), runtime.device()))
+        publisher.close()
+    if raw is not None:
+        (folder / "rounds.json").write_text(json.dumps(rounds))
+    dist.destroy_process_group()
+
+
+def one_round(publisher, version: int, raw, bucket: int, device) -> dict:
+    """Publish, then broadcast (rank 0 only, over the group `raw`): bytes and seconds by part."""
+    import torch
+    import torch.distributed as dist
+    seconds = {"publication": publisher.publish(version)}
+    parts: list = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, (publisher.transport.seconds, publisher.transport.bytes_sent))
+    seconds |= {"gather (slowest rank)": max(part["gather"] for part, _ in parts),
+                "blocked by sending (slowest rank)": max(part["blocked"] for part, _ in parts)}
+    seconds |= {name: sum(part[name] for part, _ in parts) for name in ("send", "load")}
+    total = sum(count for _, count in parts)
+    for name in RAW if raw is not None else ():
+        data = torch.zeros(min(bucket, total), dtype=torch.uint8, device=device)
+        dist.barrier(group=raw)
+        begin = time.monotonic()
+        for start in range(0, total, bucket):
+            dist.broadcast(data[:min(bucket, total - start)], group=raw, group_src=0)
+        dist.barrier(group=raw)
+        seconds[name] = time.monotonic() - begin
+    dist.barrier()
+    return {"bytes": total, "seconds": seconds}
+
+
+def receiver(folder: Path, rank: int) -> None:
+    """Takes part in the raw broadcasts."""
+    import torch
+    import torch.distributed as dist
+
+    from sao_megatron.learner import runtime
+    from sao_megatron.weights import broadcast
+    plan = json.loads((folder / "plan.json").read_text())
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.TCPStore("127.0.0.1", plan["raw_port"], plan["receivers"] + 1, timeout=PATIENCE)
+    raw = broadcast.group_beside(store, rank, plan["receivers"] + 1, "raw", runtime.backend(), PATIENCE)
+    for bucket in (int(mib * 2**20) for mib in plan["buckets"]):
+        for new in (False, True) * plan["rounds"]:
+            data = torch.zeros(min(bucket, plan["total"]), dtype=torch.uint8, device=runtime.device())
+            dist.barrier(group=raw)
+            for start in range(0, plan["total"], bucket):
+                size = min(bucket, plan["total"] - start)
+                data = torch.empty(size, dtype=torch.uint8, device=runtime.device()) if new else data
+                dist.broadcast(data[:size], group=raw, group_src=0)
+            dist.barrier(group=raw)
+
+
+def measure(options, folder: Path) -> dict:
+    """Start everything; all rounds."""
+    import yaml
+
+    from sao_megatron import config as recipes
+    from sao_megatron.device import has_gpu
+    from sao_megatron.engine.process import EngineProcess, engine_command, engine_environment, free_port
+    (folder / "model").mkdir()
+    hf_config = model_config(options)
+    (folder / "model" / "config.json").write_text(json.dumps(hf_config))
+    recipe = {"name": "benchmark", "task": {"name": "none"},
+              "model": {"path": str(folder / "model"), "dtype": "float32"},
+              "parallel": {"ranks": options.ranks, "tp": options.tp, "ep": options.ep},
+              "publication": {"verify_every": 0}}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    config, gpu = recipes.load(folder / "recipe.yaml"), has_gpu()
+    engines = [EngineProcess(engine_command(config, folder / "model", port, gpu), engine_environment(gpu),
+                             f"http://127.0.0.1:{port}") for port in (free_port() for _ in range(options.engines))]
+    hidden, middle = hf_config["hidden_size"], hf_config["moe_intermediate_size"]
+    layer = (8 + 2 * 4) * hf_config["head_dim"] * hidden + 8 * hf_config["head_dim"] * hidden \
+        + 2 * hf_config["head_dim"] + 2 * hidden + options.experts * (hidden + 3 * hidden * middle)
+    total = 4 * (2 * hf_config["vocab_size"] * hidden + hidden + options.layers * layer)
+    (folder / "plan.json").write_text(json.dumps({
+        "urls": [engine.url for engine in engines], "raw_port": free_port(), "receivers": options.engines,
+        "rounds": options.rounds, "buckets": options.bucket_mib, "total": total}))
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    own = [str(Path(__file__)), "--folder", str(folder), "--role"]
+    processes = []
+    try:
+        for i, engine in enumerate(engines):
+            engine.start(folder / f"engine-{i}.log")
+        for engine in engines:
+            engine.wait_healthy(time.monotonic() + 600)
+        processes = [subprocess.Popen([sys.executable, *own, f"receiver-{i + 1}"], env=environment)
+                     for i in range(options.engines)]
+        subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone",
+                        f"--nproc-per-node={options.ranks}", *own, "learner"], env=environment, check=True)
+    finally:
+        for process in processes:
+            process.kill()
+        for engine in engines:
+            engine.stop()
+    rounds = json.loads((folder / "rounds.json").read_text())
+    assert all(r["bytes"] == total for r in rounds), (rounds[0]["bytes"], total)
+    return {"options": {k: v for k, v in vars(options).items() if k in ("ranks", "tp", "ep", "engines", "rounds")},
+            "rounds": rounds}
+
+
+def show(result: dict) -> None:
+    rounds = result["rounds"]
+    sizes = list(dict.fromkeys(one["bucket"] for one in rounds))
+    best = {name: [min(r["seconds"][name] for r in rounds if r["bucket"] == size) for size in sizes]
+            for name in rounds[0]["seconds"]}
+    print(f"{rounds[0]['bytes'] / 1e6:.0f} MB to {result['options']['engines']} engine(s), seconds\n")
+    print("| part | " + " | ".join(f"buckets of {size:g} MiB" for size in sizes) + " |")
+    print("|---" * (len(sizes) + 1) + "|")
+    for name, seconds in best.items():
+        print(f"| {name} | " + " | ".join(f"{value:.3f}" for value in seconds) + " |")
+    for name in RAW:
+        print(f"| {name} / send | " + " | ".join(
+            f"{raw / send:.2f}" for raw, send in zip(best[name], best["send"], strict=True)) + " |")
+
+
+MODELS = {"Qwen3-30B-A3B": (30.5, 4, 8, 2.67, 2.16), "GLM-4.5-Air": (106.0, 4, 16, 5.0, 2.64),
+          "744B MoE": (744.0, 8, 64, 58.0, 8.5)}
+"""Billions of parameters; a layout: TP, owner ranks (PP × EP); public seconds on H100 over NCCL and over RDMA."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Speeds in bytes per second."""
+
+    link: float = 50e9
+    """What one engine rank receives: a 400 Gbit/s port."""
+    node: float = 400e9
+    """What one rank receives from its TP group inside a node: NVLink."""
+    load: float = 1000e9
+    """At which an engine copies what it received into its tensors: its own memory's, less launches."""
+    overhead: float = 0.004
+    """Seconds for a bucket's request and answer, and for the next one to begin."""
+
+
+def estimate(parameters: float, tp: int, owners: int, hardware: Hardware, bucket: float = 512 * 2**20) -> dict:
+    """A model of one publication in bfloat16: seconds to gather, to send and load, and in all.
+
+    The owners gather side by side, each its share from its TP group. Each engine rank receives the whole model over its
+    own link, bucket after bucket, and loads each before the next: the sum over the buckets. Both go on at once, but for
+    the first bucket's gather. Pausing, opening and closing are left out.
+    """
+    size = 2 * parameters
+    gather = size / owners * (tp - 1) / tp / hardware.node
+    send = size / hardware.link + size / hardware.load + size / bucket * hardware.overhead
+    return {"GB": size / 1e9, "gather": gather, "send and load": send,
+            "in all": max(gather, send) + bucket / hardware.node}
+
+
+def show_estimates(hardware: Hardware) -> None:
+    print("| model | TP, owners | GB | gather s | send and load s | in all s | public: NCCL s | RDMA s |")
+    print("|---|---|---|---|---|---|---|---|")
+    for name, (billions, tp, owners, nccl, rdma) in MODELS.items():
+        parts = estimate(billions * 1e9, tp, owners, hardware)
+        values = " | ".join(f"{value:.0f}" if key == "GB" else f"{value:.2f}" for key, value in parts.items())
+        print(f"| {name} | {tp}, {owners} | {values} | {nccl} | {rdma} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=1, help="learner ranks")
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--ep", type=int, default=1)
+    parser.add_argument("--engines", type=int, default=1)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--experts", type=int, default=16)
+    parser.add_argument("--bucket-mib", type=float, nargs="+", default=[32, 128, 512])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="write all rounds here")
+    parser.add_argument("--estimate", action="store_true", help="print the model of docs/weights.md instead")
+    parser.add_argument("--link", type=float, default=50, help="--estimate: GB/s that an engine rank receives")
+    parser.add_argument("--node", type=float, default=400, help="--estimate: GB/s inside a TP group")
+    parser.add_argument("--load", type=float, default=1000, help="--estimate: GB/s at which an engine rank loads")
+    parser.add_argument("--overhead", type=float, default=0.004, help="--estimate: seconds a bucket")
+    parser.add_argument("--role", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.estimate:
+        show_estimates(Hardware(options.link * 1e9, options.node * 1e9, options.load * 1e9, options.overhead))
+    elif options.role == "learner":
+        learner(options.folder)
+    elif options.role:
+        receiver(options.folder, int(options.role.rpartition("-")[2]))
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            result = measure(options, Path(folder))
+        show(result)
+        if options.json:
+            options.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
