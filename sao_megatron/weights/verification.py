@@ -50,13 +50,13 @@ def check_meaning(url: str, served: int | None, version: int, scores: list[list[
 
 
 def probes(vocab_size: int, count: int = 4, length: int = 48) -> list[Trajectory]:
-    """Random token sequences, the same in every run, every token after the first to be scored."""
+    """Random token sequences, the same on every rank and in every run, all but the first token to be scored."""
     rng = np.random.default_rng(0)
     scored = np.arange(length) > 0
     return [Trajectory(
         tokens=rng.integers(0, vocab_size, length), action_mask=scored, rollout_logprobs=np.where(scored, 0.0, np.nan),
         versions=np.where(scored, 0, -1), turns=np.zeros(length), rewards=np.zeros(length), prompt_id=f"probe-{i}",
-        task="probe") for i in range(count)]
+        task="probe", id=f"probe-{i}") for i in range(count)]
 
 
 async def ask(client: EngineClient, of: list[Trajectory]) -> tuple[int | None, list[list[float]], Checksums]:

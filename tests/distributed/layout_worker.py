@@ -19,7 +19,7 @@ from sao_megatron.algorithm.objective import PolicyGradient
 from sao_megatron.learner import model as models
 from sao_megatron.learner.passes import policy_pass, to_device
 from sao_megatron.trajectory.packing import micro_batches
-from sao_megatron.weights import hf
+from sao_megatron.weights import hf, verification
 from sao_megatron.weights.shards import Parameter, ShardMap
 
 
@@ -79,6 +79,7 @@ def main(folder: Path, layouts: list[dict]) -> None:
             policy_optimizer=dict(lr=1e-3), critic=critic, critic_optimizer=dict(lr=1e-3)))
         learner = trainer.Trainer(config, hf_config, source)
         scores = learner.score(data["trajectories"])
+        probes = learner.score(verification.probes(hf_config["vocab_size"]))  # which every rank makes for itself
         learner.begin_reinforcement()
         metrics = [learner.train_step(data["trajectories"], version=1).metrics for _ in range(3)]
         weights = gather_export(learner.policy_shards)
@@ -87,7 +88,7 @@ def main(folder: Path, layouts: list[dict]) -> None:
             gradient={k: float(np.linalg.norm(gradients[k] - v) / (np.linalg.norm(v) or 1.0))
                       for k, v in expected.items() if k in gradients},
             logprob=max(float(np.abs(a - b).max()) for a, b in zip(scores, data["logprobs"], strict=True)),
-            metrics=metrics, weights={k: float(np.square(v, dtype=np.float64).sum()) for k, v in weights.items()})
+            probes=[float(probe.mean()) for probe in probes], metrics=metrics, weights={k: float(np.square(v, dtype=np.float64).sum()) for k, v in weights.items()})
     if dist.get_rank() == 0:
         (folder / f"results-{dist.get_world_size()}.json").write_text(json.dumps(results))
 

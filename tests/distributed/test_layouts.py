@@ -91,6 +91,13 @@ ONE_PROCESS = {PROBLEM[layout["name"]]: layout["name"] for layout in reversed(LA
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_every_layout_scores_the_probes_of_verification(results, name):
+    """Fails if a layout cannot verify a publication, or scores other tokens than the engines are asked about."""
+    alike = [other for other in NAMES if (PROBLEM[other][0] == "tied") == (PROBLEM[name][0] == "tied")]
+    np.testing.assert_allclose(results[name]["probes"], results[alike[0]]["probes"], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_logprobs_equal_hf(results, name):
     """If this fails, the ratio r is wrong from the first step and DIS masks at random."""
     assert results[name]["logprob"] < 1e-5

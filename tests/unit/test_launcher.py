@@ -242,7 +242,7 @@ from pathlib import Path
 from sao_megatron.trajectory.store import Store
 while Path(sys.argv[2]).read_text().count("life") < int(sys.argv[3]):
     time.sleep(0.05)
-Store(sys.argv[1]).set_state("learner_finished", True)
+Store(sys.argv[1]).set_state("finished", True)
 """
 
 
@@ -252,18 +252,18 @@ def test_watch_starts_an_engine_again(config, tmp_path, restarts, ends, capsys):
     config.engine.restarts = restarts
     store_path, lives, port = tmp_path / "store.sqlite", tmp_path / "lives", free_port()
     lives.touch()
-    plan = launcher.Plan([python("engine-0", MORTAL, lives, port, 3)], python("controller", FOLLOW, store_path),
+    plan = Plan([python("engine-0", MORTAL, lives, port, 3)], python("controller", FOLLOW, store_path),
                          [python("learner-0", OUTLIVE, store_path, lives, 3)], [f"http://127.0.0.1:{port}"])
     with Store(store_path) as store, Supervisor(tmp_path / "logs") as supervisor:
-        supervisor.start(plan.processes)
-        watched = launcher.Watch(config, plan, store, supervisor, Progress(2))
+        watched = Watch(config, plan, store, supervisor, Progress(2))
+        watched.start()
         if ends:
             watched.until_done()
         else:
             with pytest.raises(RunError, match="engine-0 ended unexpectedly with exit code 3"):
                 watched.until_done()
     assert lives.read_text().count("life") == 1 + restarts
-    assert f"is started again (0 of engine.restarts={restarts} left)" in "".join(capsys.readouterr())
+    assert f"is started again ({restarts} of engine.restarts={restarts})" in "".join(capsys.readouterr())
 
 
 # If this fails, an engine that never gets ready holds the run for ever.
