@@ -88,7 +88,8 @@ def main(folder: Path, layouts: list[dict]) -> None:
             gradient={k: float(np.linalg.norm(gradients[k] - v) / (np.linalg.norm(v) or 1.0))
                       for k, v in expected.items() if k in gradients},
             logprob=max(float(np.abs(a - b).max()) for a, b in zip(scores, data["logprobs"], strict=True)),
-            probes=[float(probe.mean()) for probe in probes], metrics=metrics, weights={k: float(np.square(v, dtype=np.float64).sum()) for k, v in weights.items()})
+            probes=[float(probe.mean()) for probe in probes], metrics=metrics,
+            weights={k: float(np.square(v, dtype=np.float64).sum()) for k, v in weights.items()})
     if dist.get_rank() == 0:
         (folder / f"results-{dist.get_world_size()}.json").write_text(json.dumps(results))
 
