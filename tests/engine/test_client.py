@@ -9,12 +9,7 @@ import time
 import psutil
 import pytest
 import torch
-
-from sao_megatron.engine.client import SHORT_TURN, EngineClient, Generation
-from sao_megatron.engine.process import free_port
-from sao_megatron.engine.reply import read_generation
-from sao_megatron.errors import RunError
-from tests.engine.conftest import (
+from served import (
     START_SECONDS,
     VOCAB,
     engine_process,
@@ -24,6 +19,11 @@ from tests.engine.conftest import (
     make_tiny_model,
     running,
 )
+
+from sao_megatron.engine.client import SHORT_TURN, EngineClient, Generation
+from sao_megatron.engine.process import free_port
+from sao_megatron.engine.reply import read_generation
+from sao_megatron.errors import RunError
 
 LONG = 600  # tokens of a request that is still running when the test acts on it
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from conftest import START_SECONDS, VOCAB, engine_process, hf_logprobs, make_tiny_model
+from served import START_SECONDS, VOCAB, engine_process, hf_logprobs, make_tiny_model
 
 from sao_megatron.engine.client import EngineClient
 from sao_megatron.errors import RunError

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import VOCAB, hf_logprobs
+from served import VOCAB, hf_logprobs
 
 from sao_megatron.trajectory.types import Trajectory, TrajectoryBuilder
 

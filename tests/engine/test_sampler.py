@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
-from conftest import VOCAB
+from served import VOCAB
 
 HERE = Path(__file__).parent
 DRAWS = 2000
