@@ -75,13 +75,13 @@ class CheckpointFolder:
         path = partial / "state.json"
         path.write_text(json.dumps({"format": FORMAT} | state, indent=2) + "\n")
         for file in partial.iterdir():
-            _sync(file)
-        _sync(partial)
+            sync(file)
+        sync(partial)
         final = self.path / partial.name.partition(".")[0]
         if final.exists():  # of a learner whose later steps were lost
             self._remove(final)
         partial.rename(final)
-        _sync(self.path)
+        sync(self.path)
         for old in self.complete()[:-keep]:
             self._remove(old.path)
 
@@ -99,7 +99,8 @@ class CheckpointFolder:
         shutil.rmtree(doomed)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until a file, or a folder's list of files, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

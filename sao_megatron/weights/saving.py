@@ -6,7 +6,6 @@ checksums, tokenizer and config.json, the index last; then the folder is renamed
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
+from sao_megatron.checkpoints import sync
 from sao_megatron.weights.folder import CHECKSUMS, INDEX, checksum
 
 MAX_BYTES = 4 * 2**30
@@ -66,7 +66,7 @@ def _write_file(tensors: dict[str, Tensor], path: Path) -> None:
     unfinished = path.with_suffix(".tmp")
     save_file(tensors, unfinished, metadata={"format": "pt"})
     unfinished.chmod(0o644)  # safetensors lets only the owner read
-    _sync(unfinished)
+    sync(unfinished)
     unfinished.rename(path)
 
 
@@ -96,14 +96,14 @@ def copy_beside(model_dir: Path, target: Path, dtype: str) -> None:
 def rename(partial: Path, folder: Path) -> None:
     """Give a folder its name when all that it holds is on the disk; what had that name before is replaced."""
     for path in partial.iterdir():
-        _sync(path)
-    _sync(partial)
+        sync(path)
+    sync(partial)
     replaced = folder.with_name(folder.name + ".replaced")
     shutil.rmtree(replaced, ignore_errors=True)
     if folder.exists():
         folder.rename(replaced)  # deleting takes a while: a crash meanwhile must not leave half of it under its name
     partial.rename(folder)
-    _sync(folder.parent)
+    sync(folder.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
@@ -117,12 +117,3 @@ def exported_config(hf: dict, dtype: str) -> dict:
 
 def _write_json(path: Path, content: dict) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file, or a folder's list of files, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

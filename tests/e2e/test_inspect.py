@@ -55,7 +55,7 @@ def test_groups_equal_brute_force(runs):
     run = data.load(runs[0], EVERYTHING)
     rows = [row for path in sorted((runs[0] / "tokens").iterdir()) for row in pq.read_table(path).to_pylist()]
     for group in data.by_lag(run):
-        low, _, high = group.name.partition("–")
+        low, _, high = group.name.partition("-")
         mine = [row for row in rows if row["kind"] == "action" and row["chosen"] == "sample"
                 and int(low) <= row["lag"] <= int(high or low)]
         weight = np.array([row["weight"] for row in mine])

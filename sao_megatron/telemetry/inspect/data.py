@@ -14,10 +14,9 @@ from sao_megatron.config import RunConfig
 from sao_megatron.errors import UserError
 from sao_megatron.run_folder import RunFolder
 from sao_megatron.telemetry import records
+from sao_megatron.telemetry.buckets import LAG
 from sao_megatron.trajectory.store import StepRow, Store
 
-LAG_EDGES = (0, 1, 2, 3, 5, 9, 17)
-LAG_NAMES = ("0", "1", "2", "3–4", "5–8", "9–16", "17+")
 FATES = ("kept", "dropped_low", "dropped_high", "recovered")
 
 
@@ -115,8 +114,8 @@ class Group(NamedTuple):
 
 
 def by_lag(run: Run) -> list[Group]:
-    buckets = np.searchsorted(LAG_EDGES, run.column("lag"), side="right") - 1
-    return [group for index, name in enumerate(LAG_NAMES) if (group := _group(run, name, buckets == index)).tokens]
+    buckets = LAG.of(run.column("lag"))
+    return [group for index, name in enumerate(LAG.names) if (group := _group(run, name, buckets == index)).tokens]
 
 
 def by_task(run: Run) -> list[Group]:
