@@ -34,7 +34,7 @@ def make_run(folder: Path, steps: int, per_step: int, seed: int = 0) -> RunFolde
             recorded = [_recorded(_trajectory(rng, step, tokenizer), rng, step, steps, index, per_step)
                         for index in range(per_step)]
             recorder.write(step, step, recorded)
-            store.mark_trained(step, step + 1, [], _metrics(recorded, step))
+            store.mark_trained(step, step + 1, [], _metrics(recorded, step), "nobody")
     return run
 
 

@@ -66,7 +66,7 @@ function start(records) {
   };
   document.addEventListener("keydown", (event) => {
     if (event.key === "Escape" && event.target.closest("#filters")) return event.target.blur();
-    const typing = event.target.closest("input, select, dialog");
+    const typing = event.target.closest("input, select, dialog[open]");
     if (typing || event.ctrlKey || event.metaKey || event.altKey || !keys[event.key]) return;
     if (event.key.startsWith("Arrow") && byId("reader").hidden) return;
     event.preventDefault();
