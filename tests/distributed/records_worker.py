@@ -15,7 +15,7 @@ from sao_megatron.learner.records import gather_records
 from sao_megatron.telemetry.records import Recorder
 from sao_megatron.weights import hf
 
-VERSION = 2
+VERSION = 2  # the test's; it does not import this module, whose CPU shim would make Transformers wrong there
 
 
 def main(folder: Path, layouts: dict[str, dict]) -> None:

@@ -9,11 +9,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
-from records_worker import VERSION
 from reference import hf_logprobs, make_model, make_trajectories, set_rollout_logprobs
 
 from sao_megatron.telemetry.records import SCHEMA
 
+VERSION = 2  # the worker's
 LAYOUTS = {"tp2 ep2": dict(tp=2, ep=2), "cp2 ep2": dict(cp=2, ep=2), "dp2 ep2": dict(ep=2), "pp2": dict(pp=2)}
 
 
