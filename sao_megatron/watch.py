@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from sao_megatron.config import RunConfig
 from sao_megatron.errors import RunError
+from sao_megatron.run_folder import RunFolder
 from sao_megatron.supervisor import ProcessSpec, Supervisor, last_words
 from sao_megatron.telemetry.progress import Progress
 from sao_megatron.trajectory.store import Store
@@ -203,6 +204,8 @@ class Watch:
     def _doing(self) -> str:
         if self._store.get_state("finished", False):
             return "learner finished; waiting for the last evaluation and the export"
+        if (paused := RunFolder(self._config.run_dir).paused_path).exists():
+            return f"paused until {paused} is deleted: {paused.read_text().strip()}"
         ready, in_flight = self._store.counts()["ready"], self._store.get_state("in_flight", 0)
         batch = self._config.batch.trajectories
         if not self._plan.learners:

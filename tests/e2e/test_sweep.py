@@ -17,15 +17,15 @@ SMALL = """
 import sys, sweep
 from sweep import Job
 sweep.grids = lambda: {{"quick": [Job(preset, 1, 0, steps=25) for preset in ("sao", "grpo")]}}
-sys.argv = ["sweep.py", "--quick", "--workers", "1", "--out", {out!r}]
+sys.argv = ["sweep.py", "--quick", "--workers", "1", "--out", {out!r}, *{more!r}]
 sweep.main()
 """
 
 
-def sweep(out: Path) -> str:
+def sweep(out: Path, *more: str) -> str:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}"}
-    done = subprocess.run([sys.executable, "-c", SMALL.format(out=str(out))], env=environment, capture_output=True,
-                          text=True, timeout=500)
+    done = subprocess.run([sys.executable, "-c", SMALL.format(out=str(out), more=more)], env=environment,
+                          capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -42,6 +42,8 @@ def test_a_stopped_sweep_goes_on_with_the_same_numbers(tmp_path):
     results = tmp_path / "results.jsonl"
     one, other = results.read_text().strip().splitlines()
     results.write_text("\n" + one + "\n" + other[:100])  # as a kill may leave it
+    reported = sweep(tmp_path, "--report")
+    assert "quick: 1 of 2 runs" in reported and "to go" not in reported, "--report runs nothing"
     assert "1 of 2 runs have results; 1 to go" in sweep(tmp_path)
     again = results.read_text().splitlines()[-1]
     assert numbers(again) == numbers(other), "the second run of a process, and the first of another"
