@@ -1,0 +1,76 @@
+"""Reading and writing recipes."""
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from sao_megatron.config.run import RunConfig
+from sao_megatron.errors import UserError
+
+
+def load(path: str | Path, overrides: list[str] = ()) -> RunConfig:
+    """Read a recipe and apply `a.b=value` overrides (values are YAML). Raises UserError naming the key at fault."""
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"recipe {path} does not exist: give the path of a YAML file such as "
+                        f"configs/guess-number-cpu.yaml")
+    try:
+        data = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise UserError(f"recipe {path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(data, dict):
+        raise UserError(f"recipe {path} must be a mapping of sections, got {type(data).__name__}")
+    for override in overrides:
+        _override(data, override)
+    return parse(data, str(path))
+
+
+def _override(data: dict, override: str) -> None:
+    key, equals, value = override.partition("=")
+    if not equals or not key:
+        raise UserError(f"override {override!r} is not of the form key.subkey=value")
+    *parents, leaf = key.split(".")
+    for parent in parents:
+        child = data.setdefault(parent, {})
+        if not isinstance(child, dict):
+            raise UserError(f"override {override!r}: {parent!r} is not a section")
+        data = child
+    try:
+        data[leaf] = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise UserError(f"override {override!r}: the value is not valid YAML: {' '.join(str(error).split())}") from None
+
+
+def parse(data: dict, source: str = "config") -> RunConfig:
+    """Validate a mapping. Raises UserError with one sentence for the first fault."""
+    try:
+        return RunConfig.model_validate(data)
+    except ValidationError as error:
+        faults = error.errors()
+        first = faults[0]
+        key = ".".join(str(part) for part in first["loc"]) or "config"
+        if first["type"] == "extra_forbidden":
+            what = f"unknown key; known keys here: {', '.join(_known_keys(first['loc'][:-1]))}"
+        elif first["type"] == "missing":
+            what = "this key is required"
+        else:
+            what = first["msg"].removeprefix("Value error, ")
+            if not isinstance(first["input"], dict | BaseModel):
+                what += f" (got {first['input']!r})"
+        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        raise UserError(f"{source}: {key}: {what}{more}") from None
+
+
+def _known_keys(location: tuple) -> list[str]:
+    model: Any = RunConfig
+    for part in location:
+        model = model.model_fields[part].annotation
+    return list(model.model_fields)
+
+
+def save(config: RunConfig, path: Path) -> None:
+    """Write the resolved config, every default spelled out."""
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))

@@ -1,0 +1,67 @@
+"""Sections of a recipe about the model and its layout over the learner's ranks."""
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from sao_megatron.config.section import Section
+
+
+class ModelSection(Section):
+    path: Path | None = None
+    """HF checkpoint folder (config.json, safetensors, tokenizer). Give this or `fresh`."""
+    fresh: dict[str, Any] | None = None
+    """Fields of an HF config.json for a model with random weights (`architectures` names the family)."""
+    init_std: float = Field(0.02, gt=0)
+    """Standard deviation of the random weights of a `fresh` model."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Parameter and activation type of learner and engines; gradients and optimizer state are float32."""
+    mtp: Literal["drop", "keep"] = "drop"
+    """Multi-token prediction layers (DeepSeek-V3, GLM) are dropped; to keep them is refused: they cannot be trained."""
+
+    @model_validator(mode="after")
+    def _one_source(self):
+        if (self.path is None) == (self.fresh is None):
+            raise ValueError("needs exactly one of `path` (an HF folder) and `fresh` (fields of config.json)")
+        return self
+
+
+class ParallelSection(Section):
+    ranks: int = Field(1, ge=1)
+    """Learner processes (one per GPU). Data parallelism is what the other sizes leave over."""
+    tp: int = Field(1, ge=1)
+    """Tensor parallel size of attention, embeddings and head (sequence parallelism is on when > 1)."""
+    pp: int = Field(1, ge=1)
+    """Pipeline parallel size."""
+    cp: int = Field(1, ge=1)
+    """Context parallel size: the tokens of every sequence are spread over this many ranks."""
+    ep: int = Field(1, ge=1)
+    """Expert parallel size: the experts are spread over this many ranks."""
+    etp: int = Field(1, ge=1)
+    """Tensor parallel size inside one expert."""
+    dispatcher: Literal["alltoall", "allgather"] = "alltoall"
+    """How tokens travel to the experts."""
+
+    @property
+    def dp(self) -> int:
+        return self.ranks // (self.tp * self.pp * self.cp)
+
+    @property
+    def sequence_multiple(self) -> int:
+        """Packed sequences are padded to multiples of this many tokens: a context parallel rank holds two chunks."""
+        return 2 * self.cp if self.cp > 1 else 1
+
+    @property
+    def packed_multiple(self) -> int:
+        """Packed micro-batches are padded to multiples of this: sequence parallelism splits each rank's part evenly."""
+        return self.sequence_multiple * self.tp
+
+    @model_validator(mode="after")
+    def _fits(self):
+        if self.ranks % (self.tp * self.pp * self.cp):
+            raise ValueError(f"ranks={self.ranks} is not a multiple of tp*pp*cp = {self.tp}*{self.pp}*{self.cp}")
+        if self.ranks % (self.ep * self.etp * self.pp):
+            raise ValueError(f"ranks={self.ranks} is not a multiple of ep*etp*pp = {self.ep}*{self.etp}*{self.pp}")
+        return self

@@ -1,0 +1,75 @@
+"""Sections of a recipe about tasks, episodes, engines and the weights that they get."""
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from sao_megatron.config.section import Section
+
+
+class TaskSection(Section):
+    name: str
+    """guess_number, reasoning_gym, or path/to/file.py:Class."""
+    options: dict[str, Any] = {}
+    """Arguments of the task's constructor."""
+
+
+class RolloutSection(Section):
+    max_lag: int = Field(2, ge=0)
+    """Lag (in versions) that admission aims at; 0 = synchronous. A trajectory overtaken by later ones can exceed it."""
+    max_token_lag: int | None = Field(None, ge=0)
+    """Last resort: a trajectory with a token older than this is dropped, and counted, instead of trained."""
+    concurrency: int = Field(256, ge=1)
+    """Most episodes in flight."""
+    max_new_tokens: int = Field(1024, ge=1)
+    """Most tokens sampled in one turn."""
+    max_tokens: int = Field(32768, ge=2)
+    """Longest trajectory; a longer one ends as `truncated`."""
+    request_timeout: float = Field(600.0, gt=0)
+    """Seconds for one generation request."""
+    starvation_timeout: float = Field(3600.0, gt=0)
+    """Seconds that the learner waits for one batch of trajectories before it gives up."""
+    environment_retries: int = Field(2, ge=0)
+    """Fresh tries of an episode whose environment failed, before it is recorded as `error`."""
+
+
+class EvaluationSection(Section):
+    episodes: int = Field(0, ge=0)
+    """Episodes of the fixed evaluation set, before the first and after the last step; 0 = none."""
+
+
+class EngineSection(Section):
+    count: int = Field(1, ge=1)
+    """SGLang servers."""
+    tp: int = Field(1, ge=1)
+    """Tensor parallel size of one server."""
+    host: str = "127.0.0.1"
+    port: int = Field(0, ge=0, le=65535)
+    """Port of the first server (the next ones count up); 0 = free ports."""
+    max_running_requests: int = Field(64, ge=1)
+    max_total_tokens: int = Field(32768, ge=1)
+    """KV-cache tokens of a CPU engine (a GPU engine sizes its own)."""
+    start_timeout: float = Field(600.0, gt=0)
+    """Seconds until a server must be healthy."""
+    restarts: int = Field(3, ge=0)
+    """How often `train` starts an engine again that died after it was healthy; the run goes on meanwhile."""
+    extra_args: list[str] = []
+    """More arguments for sglang.launch_server."""
+
+
+class PublicationSection(Section):
+    mode: Literal["retract", "in_place", "abort"] = "retract"
+    """What running requests do while weights change: re-prefill, keep their old KV cache, or end early."""
+    bucket_mib: float = Field(512, gt=0)
+    """Size of one broadcast; an owner rank holds up to four buckets."""
+    via: Literal["collective", "disk"] = "collective"
+    """collective: broadcast into the engines' memory. disk: through an HF checkpoint in the run's folder, for engines
+    that no broadcast reaches but that see this folder."""
+    timeout: float = Field(300.0, gt=0)
+    """Seconds for any one wait of a publication."""
+    verify_every: int = Field(50, ge=0)
+    """Verify (docs/weights.md) every n-th publication, and every engine's first; 0 = never."""
+    tolerance: float = Field(0.05, gt=0)
+    """Largest mean log-prob difference (nats a token) that verification accepts: bfloat16 kernels differ by about 0.01,
+    float32 ones by less than 1e-5."""

@@ -1,0 +1,48 @@
+"""Sections of a recipe about what a run records of itself."""
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from sao_megatron.config.section import Section
+
+
+class AlarmSection(Section):
+    """Limits of telemetry/alarms.py. An alarm is one sentence in the log and a mark in TensorBoard."""
+
+    on_alarm: Literal["warn", "pause", "stop"] = "warn"
+    """Go on, wait until the file PAUSED in the run's folder is deleted, or end the run."""
+    mismatch: float = Field(0.05, gt=0)
+    """Mean |log r| at lag 0 (nats): bfloat16 kernels differ by about 0.01, float32 ones by less than 1e-5."""
+    mismatch_slope: float = Field(0.05, gt=0)
+    """|slope| of log r on the rollout's log-prob at lag 0."""
+    mask_share: float = Field(0.3, gt=0, le=1)
+    """Dropped share of the action tokens (the paper's runs stay below 0.006)."""
+    effective_sample_size: float = Field(0.5, gt=0, le=1)
+    discarded_mass: float = Field(0.3, gt=0)
+    gradient_norm: float = Field(20.0, gt=1)
+    """Times its median of the last 50 steps."""
+    entropy_collapse: float = Field(0.05, gt=0, lt=1)
+    """Entropy as a share of its mean in the first ten updates."""
+    entropy_growth: float = Field(3.0, gt=1)
+    reward_drop: float = Field(0.5, gt=0)
+    """Fall of the twenty-step mean reward from its best, as a share of the best (at least 0.1)."""
+    explained_variance: float = Field(-0.5, lt=0)
+
+
+class TokensSection(Section):
+    trajectories: int = Field(8, ge=0)
+    """Trajectories a step whose every token is recorded: a seeded sample, and in a quarter of the places those of which
+    the gate dropped most; 0 = no records."""
+    every: int = Field(1, ge=1)
+    """Steps from one record to the next."""
+    limit_mb: float = Field(256.0, gt=0)
+    """Most megabytes of a run's records; beyond, every second of the older files is deleted."""
+
+
+class CheckpointSection(Section):
+    every: int = Field(50, ge=0)
+    """Learner steps between two checkpoints (there is one more at the end); 0 = none."""
+    keep: int = Field(2, ge=1)
+    """Newest checkpoints that stay."""
