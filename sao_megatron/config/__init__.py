@@ -11,6 +11,7 @@ from sao_megatron.config.algorithm import (
     CriticSection,
     WarmupSection,
 )
+from sao_megatron.config.cluster import ClusterSection, ContainerSection, Placement, placement
 from sao_megatron.config.loading import load, parse, save
 from sao_megatron.config.model import ModelSection, ParallelSection
 from sao_megatron.config.rollouts import (
@@ -25,6 +26,7 @@ from sao_megatron.config.section import Section
 from sao_megatron.config.watching import AlarmSection, CheckpointSection, TokensSection
 
 __all__ = [
-    "AdamSection", "AlarmSection", "AlgorithmSection", "BatchSection", "CheckpointSection", "CriticAdamSection",
-    "CriticSection", "EngineSection", "EvaluationSection", "ModelSection", "ParallelSection", "PublicationSection",
-    "RolloutSection", "RunConfig", "Section", "TaskSection", "TokensSection", "WarmupSection", "load", "parse", "save"]
+    "AdamSection", "AlarmSection", "AlgorithmSection", "BatchSection", "CheckpointSection", "ClusterSection",
+    "ContainerSection", "CriticAdamSection", "CriticSection", "EngineSection", "EvaluationSection", "ModelSection",
+    "ParallelSection", "Placement", "PublicationSection", "RolloutSection", "RunConfig", "Section", "TaskSection",
+    "TokensSection", "WarmupSection", "load", "parse", "placement", "save"]
