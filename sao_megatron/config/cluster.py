@@ -56,7 +56,7 @@ class ClusterSection(Section):
     signal_seconds: int = Field(600, ge=0)
     """So long before the time limit the run saves a checkpoint and goes back into the queue; 0 = never."""
     requeues: int = Field(10, ge=0)
-    """Most times one job goes back into the queue, after its time limit, a node's failure or a crash."""
+    """Most times one job goes back into the queue without having got further; one that does is counted anew."""
     chain: int = Field(1, ge=1)
     """Jobs that `submit` queues one behind the other (--dependency=singleton), for runs longer than the limit."""
     hang_timeout: float = Field(1800.0, ge=0)

@@ -1,0 +1,52 @@
+"""The journal of a run: when its launcher started, what died and why, what was started again, how it ended.
+
+One JSON object a line in runs/<name>/events.jsonl, written by the launcher alone, read by `sao-megatron status`.
+"""
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+Kind = Literal["start", "restart", "engine_restart", "engine_lost", "requeue", "node_excluded", "hang", "failure", "end"]
+
+
+@dataclass(frozen=True)
+class Event:
+    time: float
+    """Unix seconds."""
+    kind: Kind
+    what: str
+    """The processes or nodes that it is about, such as `learner-0, learner-1`."""
+    why: str
+    """One sentence."""
+    job: str | None = None
+    """Slurm's job id."""
+
+
+class Events:
+    """Appends to the journal; a line is written at once, so that a kill leaves no half of one but the last."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def add(self, kind: Kind, what: str = "", why: str = "") -> None:
+        event = Event(time.time(), kind, what, " ".join(why.split()), os.environ.get("SLURM_JOB_ID"))
+        with self.path.open("a") as file:
+            file.write(json.dumps(asdict(event)) + "\n")
+
+
+def read(path: Path) -> list[Event]:
+    """All events, oldest first; a last line that is not whole yet is left out."""
+    if not path.is_file():
+        return []
+    events = []
+    for line in path.read_text().splitlines():
+        try:
+            events.append(Event(**json.loads(line)))
+        except ValueError:  # being written, or cut off by a crash
+            continue
+    return events
