@@ -20,7 +20,8 @@ from sao_megatron.errors import UserError
 from sao_megatron.placement.allocation import Node, components, down, job_id
 from sao_megatron.placement.plan import Plan
 from sao_megatron.run_folder import RunFolder
-from sao_megatron.supervisor import ProcessSpec
+from sao_megatron.supervisor import ProcessSpec, Supervisor
+from sao_megatron.telemetry.progress import Progress
 
 MOST_ENGINES = 64
 """Ports that one job keeps to itself."""
@@ -64,14 +65,18 @@ def assign(cluster: ClusterSection, found: list[list[Node]], bad: Mapping[str, s
 class SlurmPlacement:
     """Raises UserError where the job's nodes do not hold the recipe's roles."""
 
-    def __init__(self, config: RunConfig, folder: RunFolder, log_dir: Path):
-        self.config, self.folder, self.log_dir = config, folder, log_dir
+    def __init__(self, config: RunConfig, folder: RunFolder):
+        self.config, self.folder = config, folder
         self.places = places(config)
         self.nodes = components()
+        self.log_dir = folder.log_dir / str(job_id())
         self.roles = assign(config.cluster, self.nodes)
         self._first_port = config.engine.port or 10000 + job_id() * MOST_ENGINES % 20000
         self._engine_nodes: list[list[Node]] = []
         self._deal_engines()
+
+    def check(self, supervisor: Supervisor, progress: Progress) -> None:
+        """The preflight. Spare nodes take the places of bad ones."""
 
     def leave_out(self, bad: Mapping[str, str]) -> None:
         """Deal the nodes out anew without these (name → why)."""

@@ -1,7 +1,7 @@
 """A Slurm cluster of several nodes on one machine, made of the real daemons, for root and without systemd.
 
-Every node is a slurmd in namespaces of its own (UTS: its host name; mount: its /etc/hosts; PID: killing it takes all its
-processes along, as a power loss does). They share one network, so that each has an address of 127.0.0.0/8 and ports
+Every node is a slurmd in namespaces of its own (UTS: its host name; mount: its /etc/hosts; PID: killing it takes all
+its processes along, as a power loss does). They share one network, so that each has an address of 127.0.0.0/8 and ports
 differ. GPUs are character devices that nobody opens. By hand, from the repository's folder:
 
     python tests/slurm/cluster.py /tmp/cluster --nodes 4        # runs until Ctrl-C; prints what to export
@@ -158,8 +158,8 @@ class Cluster:
 
     def submit(self, *arguments: str, cwd: Path) -> str:
         """The id of a job that `sbatch` with these arguments made."""
-        done = subprocess.run(["sbatch", "--parsable", *arguments], env=self.environment, capture_output=True, text=True,
-                              timeout=60, cwd=cwd)
+        done = subprocess.run(["sbatch", "--parsable", *arguments], env=self.environment, capture_output=True,
+                              text=True, timeout=60, cwd=cwd)
         if done.returncode:
             raise RuntimeError(f"sbatch failed: {done.stdout}{done.stderr}")
         return done.stdout.strip().split(";")[0]

@@ -12,6 +12,8 @@ LEVELS = [
     {"cli"},
     {"roles", "launcher", "pretraining", "conversion"},
     {"watch"},
+    {"engine_watch", "hang"},
+    {"placement"},
     {"supervisor"},
     {"rollout", "learner"},
     {"weights", "telemetry"},
@@ -20,7 +22,7 @@ LEVELS = [
     {"algorithm"},
     {"run_folder"},
     {"checkpoints"},
-    {"config", "device", "child"},
+    {"config", "device", "child", "blame", "heartbeat"},
     {"errors"},
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
