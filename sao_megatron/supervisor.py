@@ -130,6 +130,11 @@ class Supervisor:
         for child in ending:
             child.wait(timeout=GRACE_SECONDS)
 
+    def forget(self, names: Iterable[str]) -> None:
+        """Count these, which have ended, no longer among the children."""
+        for name in names:
+            del self._children[name]
+
     def _reap(self) -> None:
         for child in self._children.values():
             child.poll()

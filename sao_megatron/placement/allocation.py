@@ -53,6 +53,11 @@ def down(names: list[str]) -> list[str]:
     return [name for name in names if _DEAD.search(shown[name]["State"])]
 
 
+def binds_cpus() -> bool:
+    """Whether Slurm binds tasks to cores here; where it cannot, srun complains of every option about it."""
+    return "task/none" not in _ask("scontrol", "show", "config")
+
+
 def job_id() -> int:
     """Of the whole job, also where it has components."""
     return int(os.environ.get("SLURM_HET_JOB_ID", os.environ["SLURM_JOB_ID"]))

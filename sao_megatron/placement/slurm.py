@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +18,9 @@ from sao_megatron.config import ClusterSection, RunConfig
 from sao_megatron.config.cluster import placement as places
 from sao_megatron.engine.process import engine_command, engine_environment
 from sao_megatron.errors import UserError
-from sao_megatron.placement.allocation import Node, components, down, job_id
+from sao_megatron.placement.allocation import Node, binds_cpus, components, down, job_id
 from sao_megatron.placement.plan import Plan
+from sao_megatron.placement.preflight import Preflight
 from sao_megatron.run_folder import RunFolder
 from sao_megatron.supervisor import ProcessSpec, Supervisor
 from sao_megatron.telemetry.progress import Progress
@@ -69,6 +71,7 @@ class SlurmPlacement:
         self.config, self.folder = config, folder
         self.places = places(config)
         self.nodes = components()
+        self._unbound = ["--cpu-bind=none"] if binds_cpus() else []  # else an engine may get the one core of its task
         self.log_dir = folder.log_dir / str(job_id())
         self.roles = assign(config.cluster, self.nodes)
         self._first_port = config.engine.port or 10000 + job_id() * MOST_ENGINES % 20000
@@ -77,6 +80,23 @@ class SlurmPlacement:
 
     def check(self, supervisor: Supervisor, progress: Progress) -> None:
         """The preflight. Spare nodes take the places of bad ones."""
+        cluster, roles = self.config.cluster, self.roles
+        if not cluster.preflight_seconds:
+            return
+        check = Preflight(roles.learner, roles.rollout, roles.spares, cluster.gpus_per_node, cluster.preflight_seconds,
+                          self.folder.path)
+        begin = time.monotonic()
+        bad = check.run(supervisor, self._node_check)
+        for name, why in bad.items():
+            progress.event("node_excluded", name, f"{name} failed the preflight: {why}")
+        self.leave_out(bad)
+        progress.note(f"preflight of {len(check.nodes)} nodes: {time.monotonic() - begin:.0f} s, slowest exchange "
+                      f"{min(check.rates, default=0.0):.1f} GB/s")
+
+    def _node_check(self, node: Node, address: str, port: int) -> ProcessSpec:
+        command = [self.python(), "-m", "sao_megatron.placement.node_check", address, str(port)]
+        return self.step(f"preflight-{node.name}", [node], command, tasks=max(1, self.config.cluster.gpus_per_node),
+                         parts=False)
 
     def leave_out(self, bad: Mapping[str, str]) -> None:
         """Deal the nodes out anew without these (name → why)."""
@@ -173,8 +193,8 @@ class SlurmPlacement:
         output = [f"--output={self.log_dir / f'{name}-%t.log'}"] if parts else []
         srun = ["srun", f"--job-name={name}", f"--nodes={len(nodes)}", f"--ntasks={count}",
                 f"--ntasks-per-node={tasks}", f"--nodelist={','.join(node.name for node in nodes)}",
-                "--distribution=block", "--overlap", "--mem=0", "--cpu-bind=none", "--kill-on-bad-exit=1",
-                "--no-kill=off", "--export=ALL", *self._component(nodes), *output, *self._srun_container()]
+                "--distribution=block", "--overlap", "--mem=0", "--kill-on-bad-exit=1", "--no-kill=off",
+                "--export=ALL", *self._unbound, *self._component(nodes), *output, *self._srun_container()]
         task = [*self._command_container(), self.python(), "-m", "sao_megatron.placement.task",
                 *(f"{key}={value}" for key, value in own.items()), "--"]
         return ProcessSpec(name, [*srun, *task, *command], self._common() | dict(environment),
