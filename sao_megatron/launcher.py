@@ -154,19 +154,19 @@ def _place(config: RunConfig, folder: RunFolder, slurm: bool) -> Placement:
 
 
 def _run(config: RunConfig, folder: RunFolder, placement: Placement, progress: Progress) -> None:
-    progress.event("start", folder.path.name, f"started from step {progress.saved_step}")
+    progress.record("start", folder.path.name, f"started from step {progress.saved_step}")
     try:
         _watch(config, folder, placement, progress)
     except Unfinished as reason:
-        progress.event("requeue", folder.path.name, str(reason))
+        progress.record("requeue", folder.path.name, str(reason))
         raise
     except (RunError, UserError) as error:
-        progress.event("failure", folder.path.name, str(error))
+        progress.record("failure", folder.path.name, str(error))
         raise type(error)(f"{error}\ngo on with: sao-megatron resume {folder.path}") from None
     except (KeyboardInterrupt, SystemExit):
-        progress.event("end", folder.path.name, "interrupted")
+        progress.record("end", folder.path.name, "interrupted")
         raise
-    progress.event("end", folder.path.name, "finished")
+    progress.record("end", folder.path.name, "finished")
     summary.show(summary.write_summary(folder.path))
 
 

@@ -13,6 +13,7 @@ from sao_megatron.hang import Watchdog
 from sao_megatron.placement.plan import Placement
 from sao_megatron.run_folder import RunFolder
 from sao_megatron.supervisor import ProcessSpec, Supervisor
+from sao_megatron.telemetry.events import Kind
 from sao_megatron.telemetry.progress import Progress
 from sao_megatron.trajectory.store import Store
 
@@ -105,9 +106,7 @@ class Watch:
     def _mind_hangs(self) -> None:
         if (self._watchdog and not self._store.get_state("finished", False)
                 and not RunFolder(self._config.run_dir).paused_path.exists() and self._watchdog.hangs()):
-            error = self._watchdog.report(self._supervisor, sorted(self._learners))
-            self._progress.event("hang", "learner", str(error))
-            self._start_again(error, self._learners)
+            self._start_again(self._watchdog.report(self._supervisor, sorted(self._learners)), self._learners, "hang")
 
     def _mind_the_time(self) -> None:
         """Once the supervisor was asked to end: have the learner save a checkpoint, and all end."""
@@ -162,7 +161,7 @@ class Watch:
         reasons = [last_words(log)[0] for log in logs]
         return any(url in reason for url in self._engines.urls.values() for reason in reasons)
 
-    def _start_again(self, error: RunError, names: set[str]) -> None:
+    def _start_again(self, error: RunError, names: set[str], kind: Kind = "restart") -> None:
         if self._end_by:
             raise Unfinished(f"{str(error).splitlines()[0]}, while the run was to end before its time limit")
         for name in sorted(names):
@@ -171,10 +170,10 @@ class Watch:
         self._causes.append(str(error))
         if len(self._causes) > self._config.restarts:
             raise _crash_loop(self._causes)
-        reason = str(error).splitlines()[0]
-        self._progress.event("restart", ", ".join(sorted(names)),
-                             f"{reason}; starting {', '.join(sorted(names))} again "
-                             f"({len(self._causes)} of restarts={self._config.restarts})")
+        reason, _, details = str(error).partition("\n")
+        which = ", ".join(sorted(names))
+        self._progress.event(kind, which, f"{reason}; starting {which} again ({len(self._causes)} of restarts="
+                             f"{self._config.restarts})\n{details}".rstrip())
         self._supervisor.end(names)
         self._first_end = None
         self._start(names)

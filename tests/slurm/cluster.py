@@ -126,10 +126,12 @@ class Cluster:
             self._daemons[name] = subprocess.Popen(command, env=self.environment, stdin=subprocess.DEVNULL, stdout=out,
                                                    stderr=out, start_new_session=True)
 
-    def power_on(self, node: str) -> None:
-        script = 'hostname "$1" && mount --bind "$2/hosts" /etc/hosts && exec slurmd -D -f "$2/slurm.conf" -N "$1"'
+    def power_on(self, node: str, hidden: Path | None = None) -> None:
+        """`hidden`: a folder that this node sees empty, as where a file system is not mounted."""
+        script = ('hostname "$1" && mount --bind "$2/hosts" /etc/hosts && { [ -z "$3" ] || mount -t tmpfs none "$3"; }'
+                  ' && exec slurmd -D -f "$2/slurm.conf" -N "$1"')
         self._start(node, ["unshare", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc",
-                           "bash", "-c", script, "slurmd", node, str(self.root)])
+                           "bash", "-c", script, "slurmd", node, str(self.root), str(hidden or "")])
 
     def power_off(self, node: str) -> None:
         """A power loss: slurmd and everything that runs on the node are gone at once."""
