@@ -21,6 +21,7 @@ run_and_requeue() {
         code=0
         wait "$child" || code=$?
     done
+    trap - USR1 TERM
     if [[ $code == 75 ]]; then
         say "back into the queue"
         scontrol requeue "${SLURM_HET_JOB_ID:-$SLURM_JOB_ID}"
