@@ -44,6 +44,12 @@ Run episodes on the run's engines and append each finished trajectory to the run
 
 example:
   sao-megatron controller runs/first"""
+_SANDBOX = """\
+Run a model's code for the controllers of a run: one sandbox server (what `train` starts where the recipe has
+sandbox.servers; on a cluster, one on each rollout node). Ends at once where this machine cannot isolate it.
+
+example:
+  sao-megatron sandbox runs/first --index 0"""
 _LEARNER = """\
 One learner rank. RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT come from whoever starts the ranks.
 
@@ -122,6 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     for sub in (continued, filled, replayed):
         sub.add_argument("overrides", nargs="*", metavar="key=value", help="replace a value of the recipe")
     roles = [verb("engine", _engine, _ENGINE, "serve one engine of a run"),
+             verb("sandbox", _sandbox, _SANDBOX, "run a model's code for a run"),
              verb("controller", _controller, _CONTROLLER, "run the episodes of a run"),
              verb("learner", _learner, _LEARNER, "run one learner rank of a run"),
              verb("summary", _summary, _SUMMARY, "compute and print a run's summary"),
@@ -129,6 +136,7 @@ def _parser() -> argparse.ArgumentParser:
     for role in roles:
         role.add_argument("run_dir", type=Path, help="the run's folder, such as runs/first")
     roles[0].add_argument("--index", type=int, required=True, help="which of the run's engines, from 0")
+    roles[1].add_argument("--index", type=int, required=True, help="which of the run's sandbox servers, from 0")
     look = roles[-1]
     look.add_argument("--html", type=Path, metavar="out.html", help="write a page instead of printing")
     look.add_argument("--compare", type=Path, metavar="run_dir", help="another run's folder, to stand beside it")
@@ -166,6 +174,11 @@ def _replay(arguments) -> None:
 def _engine(arguments) -> None:
     from sao_megatron import roles
     roles.engine(arguments.run_dir, arguments.index)
+
+
+def _sandbox(arguments) -> None:
+    from sao_megatron import roles
+    roles.sandbox(arguments.run_dir, arguments.index)
 
 
 def _controller(arguments) -> None:

@@ -57,6 +57,27 @@ async def _healthy(client, deadline: float, timeout: float) -> None:
         await asyncio.sleep(0.5)
 
 
+def sandbox(run_dir: Path, index: int) -> None:
+    """Be sandbox server `index` until told to end."""
+    folder = RunFolder(run_dir)
+    config, (urls, token) = folder.config(), folder.sandboxes()
+    if not 0 <= index < len(urls):
+        raise UserError(f"--index {index}: {folder.sandboxes_path} names {len(urls)} servers, so 0 to {len(urls) - 1}")
+    from sao_megatron.sandbox.pool import Pool
+    from sao_megatron.sandbox.server import serve
+    url = urlsplit(urls[index])
+    asyncio.run(serve(Pool.of(config.sandbox), token, url.hostname, url.port, config.sandbox.idle_timeout))
+
+
+def _sandbox(folder: RunFolder, config: RunConfig):
+    """Where a task's code runs: in this process's own sessions, or on the run's servers."""
+    from sao_megatron.sandbox.client import RemoteSandbox
+    from sao_megatron.sandbox.pool import Pool
+    if not config.sandbox.servers:
+        return Pool.of(config.sandbox)
+    return RemoteSandbox(*folder.sandboxes(), config.sandbox.seconds, config.sandbox.patience)
+
+
 def learner(run_dir: Path) -> None:
     """Train as the rank that RANK and WORLD_SIZE name."""
     if missing := [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:

@@ -21,10 +21,12 @@ from sao_megatron.config.rollouts import (
     TaskSection,
 )
 from sao_megatron.config.run import RunConfig
+from sao_megatron.config.sandbox import SandboxSection
 from sao_megatron.config.section import Section
 from sao_megatron.config.watching import AlarmSection, CheckpointSection, TokensSection
 
 __all__ = [
     "AdamSection", "AlarmSection", "AlgorithmSection", "BatchSection", "CheckpointSection", "CriticAdamSection",
     "CriticSection", "EngineSection", "EvaluationSection", "ModelSection", "ParallelSection", "PublicationSection",
-    "RolloutSection", "RunConfig", "Section", "TaskSection", "TokensSection", "WarmupSection", "load", "parse", "save"]
+    "RolloutSection", "RunConfig", "SandboxSection", "Section", "TaskSection", "TokensSection", "WarmupSection",
+    "load", "parse", "save"]

@@ -22,6 +22,7 @@ from sao_megatron.config.rollouts import (
     RolloutSection,
     TaskSection,
 )
+from sao_megatron.config.sandbox import SandboxSection
 from sao_megatron.config.section import Section
 from sao_megatron.config.watching import AlarmSection, CheckpointSection, TokensSection
 
@@ -42,6 +43,7 @@ class RunConfig(Section):
     batch: BatchSection = BatchSection()
     warmup: WarmupSection = WarmupSection()
     task: TaskSection
+    sandbox: SandboxSection = SandboxSection()
     rollout: RolloutSection = RolloutSection()
     evaluation: EvaluationSection = EvaluationSection()
     engine: EngineSection = EngineSection()

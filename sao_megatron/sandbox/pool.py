@@ -10,10 +10,11 @@ import sys
 import time
 from collections import deque
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Literal, Protocol
 
+from sao_megatron.config import SandboxSection
 from sao_megatron.errors import RunError
 from sao_megatron.sandbox.limits import Limits
 from sao_megatron.sandbox.linux import supported
@@ -33,6 +34,16 @@ from sao_megatron.sandbox.template import main
 del sys.path[0]
 main()"""
 """Isolated (-I), so by a path of our own: the current folder and the user's packages must not be what is imported."""
+
+
+_TRY_TO_LEAVE = """
+import os, socket
+try:
+    socket.socket()
+    print("it can open a socket")
+except PermissionError:
+    print("closed in" if os.getpid() == 2 and not os.path.exists("/proc/self") else "it sees other processes")
+"""
 
 
 class SandboxError(RunError):
@@ -84,6 +95,8 @@ class Template:
     @classmethod
     async def start(cls, limits: Limits, modules: list[str]) -> Template:
         """Raises SandboxError where it does not start, with what it wrote."""
+        if reason := supported():
+            raise SandboxError(f"this machine cannot isolate a sandbox: {reason}")
         ours, theirs = socket.socketpair()
         kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
         environment = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1",
@@ -185,11 +198,21 @@ class Pool:
         self._refill: asyncio.Task | None = None
         self.open_sessions = self.waiting_cells = 0
 
+    @classmethod
+    def of(cls, section: SandboxSection) -> Pool:
+        limits = Limits(**{field.name: getattr(section, field.name) for field in fields(Limits)})
+        return cls(limits, section.sessions, section.cores, section.warm, section.modules)
+
     async def __aenter__(self) -> Pool:
-        if reason := supported():
-            raise SandboxError(f"there is no sandbox here: {reason}")
-        self._ready.append(await self._new())
         return self
+
+    async def check(self) -> None:
+        """Start, and prove that a session works and is closed in. Raises SandboxError."""
+        session = await self.take()
+        result = await session.run(_TRY_TO_LEAVE, 10.0)
+        await session.close()
+        if result.output != "closed in\n":
+            raise SandboxError(f"this machine cannot isolate a sandbox: {result.text().strip()}")
 
     async def __aexit__(self, *_exception) -> None:
         if self._refill:
@@ -241,16 +264,22 @@ class PooledSession:
 
     def __init__(self, pool: Pool):
         self._pool, self._session, self._closed = pool, None, False
-        self.used = time.monotonic()
+        self._used: float | None = time.monotonic()
 
     async def run(self, code: str, seconds: float | None = None) -> CellResult:
         if self._session is None or not self._session.alive:
             self._session = await self._pool.take()
         most = self._pool.limits.seconds
+        self._used = None
         try:
             return await self._pool.run(self._session, code, min(most, seconds or most))
         finally:
-            self.used = time.monotonic()
+            self._used = time.monotonic()
+
+    @property
+    def idle_seconds(self) -> float:
+        """Since its last cell; 0 while one runs."""
+        return 0.0 if self._used is None else time.monotonic() - self._used
 
     async def close(self) -> None:
         if not self._closed:
