@@ -21,6 +21,7 @@ def batch_metrics(trajectories: list[Trajectory], version: int) -> dict[str, flo
         "lag/mean": float(lags.mean()), "lag/max": int(lags.max()),
         "trajectories/count": len(trajectories),
         "trajectories/mixed_version": sum(bool(np.ptp(t.action_versions)) for t in trajectories),
+        "trajectories/segments": sum(len(t.segments) for t in trajectories),
         "trajectories/truncated": sum(t.status == "truncated" for t in trajectories),
         "tokens/action": len(lags), "tokens/total": sum(len(t) for t in trajectories)}
 

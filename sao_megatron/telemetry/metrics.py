@@ -60,6 +60,7 @@ METRICS = (
     Metric("reward/solve_rate", "share", "of the batch's trajectories, those that the task calls solved"),
     Metric("trajectories/count", "trajectories", "size of the batch"),
     Metric("trajectories/mixed_version", "trajectories", "those sampled from more than one weight version"),
+    Metric("trajectories/segments", "sequences", "of all trajectories: more than those where contexts were rewritten"),
     Metric("trajectories/truncated", "trajectories", "those that a budget cut off"),
     Metric("tokens/action", "tokens", "action tokens of the batch"),
     Metric("tokens/total", "tokens", "all tokens of the batch"),

@@ -30,12 +30,16 @@ def make_model(folder: Path, tied: bool = False, layers: int = 2, seed: int = 0)
 
 
 def make_trajectories(count: int, seed: int = 0, vocab_size: int = 64) -> list[Trajectory]:
-    """Random multi-turn trajectories of very different lengths; some end with an observation, some are truncated."""
-    rng, version_rng = np.random.default_rng(seed), np.random.default_rng([seed, 1])
+    """Random multi-turn trajectories of very different lengths; some end with an observation, some are truncated, and
+    in some every second turn has a rewritten context: they are several segments."""
+    rng, version_rng, context_rng = (np.random.default_rng(s) for s in (seed, [seed, 1], [seed, 2]))
     result = []
     for index in range(count):
         builder = TrajectoryBuilder(rng.integers(0, vocab_size, rng.integers(1, 6)).tolist(), f"p{index}", "random")
-        for _ in range(rng.integers(1, 5)):
+        for turn in range(rng.integers(1, 5)):
+            if index % 4 == 2 and turn % 2:
+                context = context_rng.integers(0, vocab_size, context_rng.integers(1, 9))
+                builder.add_segment(TrajectoryBuilder(context.tolist(), "", ""))
             length = int(rng.integers(1, 9))
             versions = version_rng.integers(0, 2, length).tolist()
             builder.add_action(rng.integers(0, vocab_size, length).tolist(), [-4.0] * length, versions)
@@ -57,11 +61,14 @@ def make_lone_trajectory() -> list[Trajectory]:
 
 
 def hf_logprobs(model, trajectory: Trajectory) -> torch.Tensor:
-    """log π of the action tokens, by a full log-softmax, with gradient."""
-    tokens = torch.from_numpy(trajectory.tokens.astype(np.int64))
-    logits = model(input_ids=tokens[None]).logits[0]
-    at = torch.from_numpy(np.flatnonzero(trajectory.action_mask))
-    return torch.log_softmax(logits[at - 1], -1).gather(1, tokens[at, None])[:, 0]
+    """log π of the action tokens, by a full log-softmax, with gradient; each segment by itself."""
+    starts, parts = trajectory.segments[1:], []
+    for ids, mask in zip(np.split(trajectory.tokens, starts), np.split(trajectory.action_mask, starts), strict=True):
+        tokens = torch.from_numpy(ids.astype(np.int64))
+        logits = model(input_ids=tokens[None]).logits[0]
+        at = torch.from_numpy(np.flatnonzero(mask))
+        parts.append(torch.log_softmax(logits[at - 1], -1).gather(1, tokens[at, None])[:, 0])
+    return torch.cat(parts)
 
 
 def set_rollout_logprobs(model, trajectories: list[Trajectory], seed: int = 1) -> None:
