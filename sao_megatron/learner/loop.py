@@ -135,7 +135,8 @@ class Learner:
         self.saver.finish()
         if self.is_head:
             self.store.set_state("finished", True)
-        save_hf(self.trainer.policy_shards, self.folder.export_path, self.model_dir)
+        save_hf(self.trainer.policy_shards, self.folder.export_path, self.model_dir,
+                mtp=self.config.model.mtp == "keep")
         if self.publisher:
             self.publisher.close()
         if self.is_head:
