@@ -47,6 +47,8 @@ METRICS = (
     Metric("policy/entropy", "nats", "mean entropy of the policy where it chose the action tokens"),
     Metric("policy/grad_norm", "", "before clipping; mean over the mini-batches"),
     Metric("policy/lr", "", "learning rate of the last policy update"),
+    Metric("experts/busiest", "layer's mean", "tokens of the busiest expert of any layer in the last policy update, in "
+           "units of the mean of its layer's experts; 1 = all equally busy"),
     Metric("policy_updated", "0 or 1", "0 in the critic-only steps"),
     Metric("critic/loss", "reward²", "mean squared error of the values before the step's first critic update"),
     Metric("critic/explained_variance", "share", "1 − Var(return − value) / Var(return), before the first update"),
