@@ -115,7 +115,8 @@ def to_device(batch: MicroBatch) -> DeviceBatch:
                              max_seqlen_q=longest, max_seqlen_kv=longest)
     return DeviceBatch(
         source=batch, tokens=move(batch.tokens[share.rows])[None], positions=move(batch.positions[share.rows])[None],
-        real=move(batch.real[share.rows]), packed=packed, held=move(share.held), predict=move(share.predict), targets=move(batch.targets[share.held]),
+        real=move(batch.real[share.rows]), packed=packed,
+        held=move(share.held), predict=move(share.predict), targets=move(batch.targets[share.held]),
         rollout_logprobs=move(batch.rollout_logprobs[share.held]), rewards=move(batch.rewards),
         lengths=move(batch.lengths), held_last=move(share.held_last), last=move(share.last))
 
