@@ -22,9 +22,10 @@ from sao_megatron.config.rollouts import (
 )
 from sao_megatron.config.run import RunConfig
 from sao_megatron.config.section import Section
-from sao_megatron.config.watching import AlarmSection, CheckpointSection, TokensSection
+from sao_megatron.config.watching import AlarmSection, CheckpointSection, TokensSection, WritersSection
 
 __all__ = [
     "AdamSection", "AlarmSection", "AlgorithmSection", "BatchSection", "CheckpointSection", "CriticAdamSection",
     "CriticSection", "EngineSection", "EvaluationSection", "ModelSection", "ParallelSection", "PublicationSection",
-    "RolloutSection", "RunConfig", "Section", "TaskSection", "TokensSection", "WarmupSection", "load", "parse", "save"]
+    "RolloutSection", "RunConfig", "Section", "TaskSection", "TokensSection", "WarmupSection", "WritersSection",
+    "load", "parse", "save"]

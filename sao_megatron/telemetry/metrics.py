@@ -44,6 +44,7 @@ METRICS = (
     Metric("mismatch/tokens", "tokens", "action tokens of lag 0 in the batch"),
     Metric("lag/mean", "versions", "learner version − version at sampling"),
     Metric("lag/max", "versions", "the same, largest in the batch"),
+    Metric("pacing/max_lag", "versions", "lag that pacing admitted: rollout.max_lag, or less (alarms.on_alarm=slow)"),
     Metric("policy/entropy", "nats", "mean entropy of the policy where it chose the action tokens"),
     Metric("policy/grad_norm", "", "before clipping; mean over the mini-batches"),
     Metric("policy/lr", "", "learning rate of the last policy update"),
@@ -101,7 +102,8 @@ def markdown() -> str:
     buckets = {name: ", ".join(b.names) for name, b in BREAKDOWNS.items()} | {"task": "the tasks' names"}
     broken = ["| breakdown | a token's bucket | buckets |", "|---|---|---|",
               *(f"| `by_{name}/…` | {meaning} | {buckets[name]} |" for name, meaning in meanings.items())]
-    alarms = ["| alarm | rings | cause, and what to try |", "|---|---|---|", *map(_alarm, rules(AlarmSection()))]
+    alarms = ["| alarm | rings | cause, and what to try |", "|---|---|---|",
+              *map(_alarm, rules(AlarmSection(), max_lag=0))]
     return "\n".join((_INTRODUCTION, *rows, "", _BREAKDOWNS, *broken, "", _CLOSING, "", _ALARMS, *alarms))
 
 
@@ -127,10 +129,18 @@ low. A bucket without tokens has no value in that step.
 _ALARMS = """## Alarms
 
 Rules over these metrics (`telemetry/alarms.py`) with the limits of the config section `alarms`. One that rings is a
-line in the learner's log and a text in TensorBoard; `alarms.on_alarm` says whether the run goes on (`warn`), waits
-until the file `PAUSED` in its folder is deleted (`pause`) or ends (`stop`). Rules about the engine need 30 tokens of
-lag 0 in a step. `gradient_norm` is in units of its median of the last 50 steps, `entropy_…` of its mean in the first
-ten updates, `reward_drop` of the best mean of twenty steps (at least 0.1).
+line in the terminal and in the learner's log, and a text in TensorBoard; `alarms.on_alarm` says whether the run goes on
+(`warn`), goes on with fresher samples (`slow`), waits until the file `PAUSED` in its folder is deleted (`pause`) or
+ends (`stop`). A run that is resumed remembers what its steps so far did to the alarms.
+
+`slow`: while `mask_share`, `effective_sample_size`, `discarded_mass` or `lag_beyond_bound` is raised, pacing admits one
+version of lag less than before, and again one less after each 2·(rollout.max_lag + 1) steps in which it is still
+raised, down to 0; when none is raised any more it goes up again in the same steps. `pacing/max_lag` shows it. Engines
+may wait for the learner meanwhile: that is the price. Other alarms only warn, since fresher samples do not cure them.
+
+Rules about the engine need 30 tokens of lag 0 in a step. `gradient_norm` is in units of its median of the last 50
+steps, `entropy_…` of its mean in the first ten updates, `reward_drop` of the best mean of twenty steps (at least 0.1),
+`lag_beyond_bound` in versions of mean lag above rollout.max_lag.
 """
 _CLOSING = """Histograms: `lag/tokens` and `ratio/log` (log r, 120 fixed bins from −3 to 3 and two open ones), the same
 bins in every step and run. Images, redrawn every 50 steps: `heat/…`, the dropped share by bucket and step, and
