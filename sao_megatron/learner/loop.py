@@ -22,6 +22,7 @@ from sao_megatron.learner import checkpoint
 from sao_megatron.learner.bookkeeping import Clock, batch_metrics
 from sao_megatron.learner.records import gather_records
 from sao_megatron.learner.reporting import Reporter
+from sao_megatron.learner.speed import Speed
 from sao_megatron.learner.trainer import StepResult, Trainer
 from sao_megatron.run_folder import RunFolder
 from sao_megatron.telemetry.records import Recorded, Recorder
@@ -68,7 +69,7 @@ class Learner:
         self.publisher: Publisher | None = None
         self.saver: checkpoint.Saver | None = None
         self.clock = Clock()
-        self._appended = 0  # action tokens in the store when the last step was recorded
+        self.speed = Speed(config, hf_config, self.trainer.preset, self.store)
         self.reporter = Reporter(config, folder, self.store, self.first_step) if self.is_head else None
         self.recorder = Recorder(folder.tokens_dir, config.tokens.limit_mb, self.model_dir / "tokenizer.json")
 
@@ -121,7 +122,7 @@ class Learner:
                 self.folder.path / "publication", self.model_dir)
             self._publish(self.first_step, verify=True)
         if self.is_head:
-            self._appended = self.store.appended_tokens()
+            self.speed.begin()
         self.clock.restart()
         for step in range(self.first_step, self.config.total_steps):
             self._step(step)
@@ -143,8 +144,10 @@ class Learner:
         recorded = self._record(step, trajectories, result)
         metrics = result.metrics | batch_metrics(trajectories, self.version) | {"policy_updated": update_policy}
         self.updates += update_policy
+        machines = self.speed.machines()
         if self.is_head:
-            metrics |= self._rates(metrics) | self.reporter.pacing()
+            metrics |= machines | self.reporter.pacing() | self.speed.rates(
+                self.clock.restart(), metrics, trajectories, result, update_policy)
             self.store.mark_trained(step, self.version, [t.id for t in trajectories], metrics, self.owner)
             self.reporter.step(step, metrics, result.statistics, recorded)
         if self.publisher:
@@ -228,14 +231,3 @@ class Learner:
         if self.is_head:
             log.info("version %d published in %.2f s", self.version, seconds)
             self.store.set_published(self.version, steps)
-
-    def _rates(self, metrics: dict) -> dict[str, float]:
-        """Seconds by phase since the last step was recorded, and tokens per second of learner and engines."""
-        appended = self.store.appended_tokens()
-        seconds = self.clock.restart()
-        sampled, self._appended = appended - self._appended, appended
-        counts = self.store.counts()
-        return {f"seconds/{name}": value for name, value in seconds.items()} | {
-            "learner/tokens_per_second": metrics["tokens/total"] / seconds["step"],
-            "engine/tokens_per_second": sampled / seconds["step"],
-            "queue/ready": counts.get("ready", 0), "queue/in_flight": self.store.get_state("in_flight", 0)}

@@ -31,8 +31,16 @@ LAYOUT = {
         "gradient norm": ["Multiline", ["policy/grad_norm", "critic/grad_norm"]],
         "explained variance": ["Multiline", ["critic/explained_variance"]],
         "engine against learner at lag 0 (nats)": ["Multiline", ["mismatch/mean", "mismatch/p99", "mismatch/max"]],
-        "seconds by phase": ["Multiline", [f"seconds/{name}" for name in (
-            "wait", "critic", "recompute", "policy", "publish", "checkpoint", "other")]]}}
+        "experts, busiest against mean": ["Multiline", ["experts/busiest"]],
+        "alarms": ["Multiline", ["alarm/.*"]]},
+    "Are the machines busy?": {
+        "seconds by phase": ["Multiline", [f"seconds/{name}" for name in heatmaps.PHASES]],
+        "tokens a second": ["Multiline", ["learner/tokens_per_second", "engine/tokens_per_second"]],
+        "FLOP/s": ["Multiline", ["learner/flops_per_second", "engine/flops_per_second"]],
+        "MFU": ["Multiline", ["learner/mfu", "engine/mfu"]],
+        "GPU utilisation": ["Multiline", ["gpu/utilisation .*"]],
+        "engines: requests running and waiting": ["Multiline", ["sglang/running .*", "sglang/waiting .*"]],
+        "pacing": ["Multiline", ["pacing/max_lag", "queue/ready", "queue/in_flight"]]}}
 
 
 class TensorBoardWriter:
@@ -79,6 +87,8 @@ class TensorBoardWriter:
         for name in heatmaps.DRAWN:
             if figure := heatmaps.dropped_by(name, self._steps, self._metrics):
                 self._writer.add_figure(f"heat/{name}", figure, step)
+        if figure := heatmaps.phases(self._steps, self._metrics):
+            self._writer.add_figure("heat/seconds", figure, step)
         if self._worst and (text := self._worst.take()):
             self._writer.add_text("worst", text, step)
 
@@ -102,7 +112,8 @@ class TensorBoardWriter:
 
 
 def _drawn(metrics: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in metrics.items() if name.startswith("by_") and "/dropped " in name}
+    return {name: value for name, value in metrics.items()
+            if name.startswith("seconds/") or name.startswith("by_") and "/dropped " in name}
 
 
 _LAG_BINS = np.concatenate([LAG.edges - 0.5, [2 * LAG.edges[-1] - 0.5]])  # an integer lag lies inside its bin
