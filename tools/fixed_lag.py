@@ -3,9 +3,9 @@ before its own. The episodes, the task, the trainer and the statistics are those
 
     python tools/fixed_lag.py configs/fixed-lag-cpu.yaml --lag 4 algorithm.preset=sao_recover seed=1
 
-prints a line per evaluation and, with --json FILE, writes every step's metrics. With --run DIR it leaves the folder of a
-run there, with token records, metrics and TensorBoard events, for `sao-megatron inspect DIR` and `tensorboard --logdir
-DIR`. tools/sweep.py runs many of them.
+prints a line per evaluation and, with --json FILE, writes every step's metrics. With --run DIR it leaves the folder of
+a run there, with token records, metrics and TensorBoard events, for `sao-megatron inspect DIR` and `tensorboard
+--logdir DIR`. tools/sweep.py runs many of them.
 """
 from __future__ import annotations
 

@@ -142,9 +142,11 @@ _INTRODUCTION = """# Metrics
 
 Every learner step writes these to TensorBoard and to the run's store; the axis is the learner step (critic-only steps
 included). `writers.jsonl=true` also writes them to metrics.jsonl in the run's folder, one line a step, and
-`writers.wandb=<project>` to Weights & Biases (`pip install wandb`; `writers.wandb_mode=offline` for later). This page is made by `python -m sao_megatron.telemetry.metrics > docs/metrics.md`; a test holds it to the
-code. Shares are of the step's action tokens unless they say otherwise. All of it is summed where the tokens are, on
-the ranks, and reduced once a step.
+`writers.wandb=<project>` to Weights & Biases (`pip install wandb`; `writers.wandb_mode=offline` for later).
+
+This page is made by `python -m sao_megatron.telemetry.metrics > docs/metrics.md`; a test holds it to the code. Shares
+are of the step's action tokens unless they say otherwise. All of it is summed where the tokens are, on the ranks, and
+reduced once a step.
 """
 _BREAKDOWNS = """## Broken down
 
