@@ -16,7 +16,7 @@ def assert_inspectable(run_dir: Path) -> None:
     """If this fails, `--run` leaves a folder that `sao-megatron inspect` and TensorBoard cannot show."""
     run = data.load(run_dir, (0, 99))
     assert [row.metrics["policy_updated"] for row in run.steps] == [False] * 2 + [True] * 6
-    assert {"reward/mean", "by_expert_load/dropped 0-10%", "lag/mean"} <= run.steps[-1].metrics.keys()
+    assert {"reward/mean", "experts/busiest", "lag/mean"} <= run.steps[-1].metrics.keys()
     assert len(run.starts) == 8 * 8 and {"higher", "lower"} <= set(run.codes("token")[1])
     assert run.column("lag")[run.sampled].max() == 0 and list((run_dir / "tensorboard").glob("events*"))
 
