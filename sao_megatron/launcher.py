@@ -132,6 +132,7 @@ def prepare(config: RunConfig, folder: RunFolder) -> Plan:
     """Check model, algorithm, layout, task, GPUs and ports (UserError), and write the run's folder."""
     from sao_megatron.learner import layout
     from sao_megatron.rollout.tasks import load_task
+    from sao_megatron.telemetry import writers
     from sao_megatron.weights import value_head
     from sao_megatron.weights.hf import prepare_model, read_config
 
@@ -140,6 +141,7 @@ def prepare(config: RunConfig, folder: RunFolder) -> Plan:
     hf_config = read_config(model_dir)
     layout.check(config, hf_config)
     value_head.check(config, hf_config)
+    writers.check(config)
     _check_task(config, load_task(config.task.name, config.task.options, model_dir), hf_config["vocab_size"])
     devices = _devices(config) if has_gpu() else None
     run_config.save(config, folder.config_path)

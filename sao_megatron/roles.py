@@ -39,6 +39,7 @@ def controller(run_dir: Path) -> None:
 async def _control(folder: RunFolder, config: RunConfig, store) -> None:
     from sao_megatron.engine.client import EngineClient
     from sao_megatron.rollout.controller import run_controller
+    from sao_megatron.rollout.engine_metrics import watch_engines
     # Read directly: weights.hf would import torch, which this process does without.
     vocab_size = json.loads((folder.model_dir(config) / "config.json").read_text())["vocab_size"]
     async with AsyncExitStack() as stack:
@@ -46,6 +47,8 @@ async def _control(folder: RunFolder, config: RunConfig, store) -> None:
                    for url in folder.engine_urls()]
         deadline = time.monotonic() + config.engine.start_timeout
         await asyncio.gather(*(_healthy(client, deadline, config.engine.start_timeout) for client in clients))
+        looking = asyncio.create_task(watch_engines(clients, store))
+        stack.callback(looking.cancel)
         await run_controller(config, _task(folder, config), store, clients)
 
 

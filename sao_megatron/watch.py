@@ -12,7 +12,7 @@ from sao_megatron.errors import RunError
 from sao_megatron.run_folder import RunFolder
 from sao_megatron.supervisor import ProcessSpec, Supervisor, last_words
 from sao_megatron.telemetry.progress import Progress
-from sao_megatron.trajectory.store import Store
+from sao_megatron.trajectory.store import ALARMS, Store
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -52,6 +52,8 @@ class Watch:
         self._first_end: float | None = None
         self._generation = store.get_state("generation")
         self._last_step = self._furthest = max((row.step for row in store.steps()), default=-1)
+        self._alarmed = set(self._alarms())
+        """Alarms that were shown; a learner that goes on from a checkpoint takes back those of lost steps."""
         self._restarts = 0
         self._rendezvous: TCPStore | None = None
 
@@ -63,10 +65,12 @@ class Watch:
         """Return when the learner ranks and the controller have ended well."""
         while not self._all_ended(self._revived(self._supervisor.poll())):
             self._show_steps()
+            self._show_alarms()
             self._check_engines()
             self._show_status()
             time.sleep(POLL_SECONDS)
         self._show_steps()
+        self._show_alarms()
 
     def _start(self, names: set[str]) -> None:
         learners = [spec for spec in self._plan.learners if spec.name in names]
@@ -184,6 +188,16 @@ class Watch:
         if self._last_step > self._furthest:
             self._furthest, self._restarts = self._last_step, 0
         self._progress.flush(now=False)
+
+    def _show_alarms(self) -> None:
+        alarms = self._alarms()
+        for step, sentence in alarms:
+            if (step, sentence) not in self._alarmed:
+                self._progress.note(f"alarm at step {step + 1}: {sentence}")
+        self._alarmed = set(alarms)
+
+    def _alarms(self) -> list[tuple[int, str]]:
+        return [(step, sentence) for step, sentence in self._store.get_state(ALARMS, [])]
 
     def _show_status(self) -> None:
         """Start-up stage by stage; later only where nothing else was shown for a while."""

@@ -23,10 +23,30 @@ from sao_megatron.config.rollouts import (
 from sao_megatron.config.run import RunConfig
 from sao_megatron.config.sandbox import SandboxSection
 from sao_megatron.config.section import Section
-from sao_megatron.config.watching import AlarmSection, CheckpointSection, TokensSection
+from sao_megatron.config.watching import AlarmSection, CheckpointSection, TokensSection, WritersSection
 
 __all__ = [
-    "AdamSection", "AlarmSection", "AlgorithmSection", "BatchSection", "CheckpointSection", "CriticAdamSection",
-    "CriticSection", "EngineSection", "EvaluationSection", "ModelSection", "ParallelSection", "PublicationSection",
-    "RolloutSection", "RunConfig", "SandboxSection", "Section", "TaskSection", "TokensSection", "WarmupSection",
-    "load", "parse", "save"]
+    "AdamSection",
+    "AlarmSection",
+    "AlgorithmSection",
+    "BatchSection",
+    "CheckpointSection",
+    "CriticAdamSection",
+    "CriticSection",
+    "EngineSection",
+    "EvaluationSection",
+    "ModelSection",
+    "ParallelSection",
+    "PublicationSection",
+    "RolloutSection",
+    "RunConfig",
+    "SandboxSection",
+    "Section",
+    "TaskSection",
+    "TokensSection",
+    "WarmupSection",
+    "WritersSection",
+    "load",
+    "parse",
+    "save",
+]

@@ -24,7 +24,7 @@ from sao_megatron.config.rollouts import (
 )
 from sao_megatron.config.sandbox import SandboxSection
 from sao_megatron.config.section import Section
-from sao_megatron.config.watching import AlarmSection, CheckpointSection, TokensSection
+from sao_megatron.config.watching import AlarmSection, CheckpointSection, TokensSection, WritersSection
 
 
 class RunConfig(Section):
@@ -50,6 +50,7 @@ class RunConfig(Section):
     publication: PublicationSection = PublicationSection()
     alarms: AlarmSection = AlarmSection()
     tokens: TokensSection = TokensSection()
+    writers: WritersSection = WritersSection()
     checkpoint: CheckpointSection = CheckpointSection()
     restarts: int = Field(0, ge=0)
     """How often `train` starts processes of the run again when some died, before it gives up; counted anew whenever the

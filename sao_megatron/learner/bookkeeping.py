@@ -4,7 +4,6 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 
@@ -51,14 +50,3 @@ class Clock:
         seconds["other"] = seconds["step"] - sum(seconds[name] for name in PHASES)
         self._begin, self._spent = now, defaultdict(float)
         return seconds
-
-
-def flat_settings(config: dict[str, Any], prefix: str = "") -> dict[str, float | str | bool]:
-    """A resolved config as dotted names and plain values, for TensorBoard's hyperparameters."""
-    result = {}
-    for name, value in config.items():
-        if isinstance(value, dict):
-            result |= flat_settings(value, f"{prefix}{name}.")
-        elif isinstance(value, str | int | float):
-            result[f"{prefix}{name}"] = value
-    return result
