@@ -71,10 +71,28 @@ class ClusterSection(Section):
     """Folder of the virtual environment on the nodes; None = .venv of the repository."""
     container: ContainerSection = ContainerSection()
 
+    @model_validator(mode="after")
+    def _has_time(self):
+        if self.signal_seconds >= seconds_of(self.time):
+            raise ValueError(f"signal_seconds={self.signal_seconds} is not less than time={self.time}: the run would "
+                             "be told to save itself before it has begun")
+        return self
+
     @property
     def heterogeneous(self) -> bool:
         """Whether learner and engines need two components of one job."""
         return self.rollout_partition not in (None, self.learner_partition)
+
+
+def seconds_of(time: str) -> int:
+    """Seconds of a time limit in one of sbatch's spellings: m, m:s, h:m:s, d-h, d-h:m, d-h:m:s."""
+    days, dash, clock = time.rpartition("-")
+    parts = [int(part) for part in clock.split(":")]
+    if dash:
+        hours, minutes, seconds = (*parts, 0, 0)[:3]
+    else:
+        hours, minutes, seconds = (0, *parts, 0)[:3] if len(parts) < 3 else parts
+    return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + seconds
 
 
 @dataclass(frozen=True)

@@ -93,10 +93,16 @@ class Summary(NamedTuple):
 class Store:
     """A handle for one thread of one process. Raises RunError if the file is not a store of this schema version."""
 
-    def __init__(self, path: str | Path, journal: str | None = None):
-        """`journal`: WAL or TRUNCATE; by default what the file system allows."""
+    def __init__(self, path: str | Path, journal: str | None = None, read_only: bool = False):
+        """`journal`: WAL or TRUNCATE; by default what the file system allows. `read_only`: for a look at a store that
+        others write, from any machine; it must exist, and every method that writes raises."""
         self.path = Path(path)
         try:
+            if read_only:
+                self._db = sqlite3.connect(f"{self.path.absolute().as_uri()}?mode=ro", uri=True, timeout=LOCK_TIMEOUT,
+                                           isolation_level=None)
+                self._check_version()
+                return
             self._db = sqlite3.connect(self.path, timeout=LOCK_TIMEOUT, isolation_level=None)
             self._db.execute(f"PRAGMA journal_mode = {journal or journal_mode(self.path)}")
             self._db.execute("PRAGMA synchronous = FULL")
@@ -114,7 +120,12 @@ class Store:
                 if sqlite3.complete_statement(statement):
                     self._db.execute(statement)
                     statement = ""
-        elif found != SCHEMA_VERSION:
+        else:
+            self._check_version()
+
+    def _check_version(self) -> None:
+        found = self._one("PRAGMA user_version")[0]
+        if found != SCHEMA_VERSION:
             raise RunError(f"trajectory store {self.path} has schema version {found}, expected {SCHEMA_VERSION}: "
                            "start a new run, or use the package version that wrote it")
 

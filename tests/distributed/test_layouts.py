@@ -152,6 +152,13 @@ def test_equal_returns_have_nothing_to_explain(results):
     assert all(step["critic/explained_variance"] == 0.0 for step in results["one, lone"]["metrics"])
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_layers_are_computed_again_only_where_asked(results, name):
+    """If this fails, `parallel.recompute` saves no memory, or every layout pays for it."""
+    again = 2 if "recompute" in name else 1
+    assert results[name]["passes"] == again * results[name]["micro_batches"]
+
+
 def test_packing_differs_between_layouts(results):
     """If this fails, the layouts are all tested with the same packing."""
     assert len({results[name]["micro_batches"] for name in NAMES}) > 3
