@@ -87,5 +87,5 @@ def check_memory(config: RunConfig, learner: memory.Estimate, engine: memory.Eng
                         "parallel.recompute=full, or take more learner nodes")
     if engine.kv_tokens < config.rollout.max_tokens:
         raise UserError(f"an engine has room for {engine.kv_tokens:,} tokens in its KV cache (beside "
-                        f"{engine.weights:.0f} GiB of weights on each of engine.tp={config.engine.tp} GPUs), fewer than "
+                        f"{engine.weights:.0f} GiB of weights on each of engine.tp={config.engine.tp} GPUs), less than "
                         f"rollout.max_tokens={config.rollout.max_tokens}: make engine.tp larger")

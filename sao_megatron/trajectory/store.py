@@ -295,6 +295,11 @@ class Store:
         rows = self._db.execute("SELECT step, version, time, metrics FROM steps WHERE step > ? ORDER BY step", (after,))
         return [StepRow(step, version, when, json.loads(metrics)) for step, version, when, metrics in rows]
 
+    def last_steps(self, count: int) -> list[StepRow]:
+        """The newest `count` recorded steps, in order."""
+        newest = self._one("SELECT COALESCE(MAX(step), -1) FROM steps")[0]
+        return self.steps(after=newest - count)
+
     def add_evaluation(self, name: str, version: int, episodes: int, solved: int, mean_reward: float) -> None:
         with self._transaction():
             self._db.execute("INSERT INTO evaluations VALUES (?, ?, ?, ?, ?, ?)",
