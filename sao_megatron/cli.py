@@ -91,7 +91,7 @@ examples:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one verb; returns the exit code. A person's or a run's fault is one sentence on stderr, never a traceback."""
-    arguments = _parser().parse_args(argv)
+    arguments = _parse(argv)
     try:
         arguments.run(arguments)
     except UserError as error:
@@ -101,6 +101,17 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
     return 0
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    """argparse takes no more key=value once an option has come between: they are added here."""
+    parser = _parser()
+    arguments, more = parser.parse_known_args(argv)
+    if more and (not hasattr(arguments, "overrides") or any(word.startswith("-") for word in more)):
+        parser.error(f"unrecognized arguments: {' '.join(more)}")
+    if more:
+        arguments.overrides = [*arguments.overrides, *more]
+    return arguments
 
 
 def _fail(error: object, code: int) -> int:

@@ -49,7 +49,7 @@ class ClusterSection(Section):
     rollout_partition: str | None = None
     """Another than the learner's makes the job heterogeneous; None = the learner's."""
     account: str | None = None
-    time: str = Field("24:00:00", pattern=r"^(\d+-)?\d+(:\d{2}){0,2}$")
+    time: str = Field("24:00:00", pattern=r"^(\d+-)?\d+(:\d{2}){0,2}$", coerce_numbers_to_str=True)
     """Time limit of one job, as sbatch takes it: minutes, hours:minutes:seconds or days-hours:minutes:seconds."""
     sbatch_args: list[str] = []
     """More options of sbatch for every component, such as --qos=high, --reservation=x or --exclude=node7."""

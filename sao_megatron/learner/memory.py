@@ -20,7 +20,7 @@ OVERHEAD_GIB = 5.0
 HEAD_GIB = 1.0
 """Logits alive at one time in the one-pass head (learner/logprob.py, LOGITS_BYTES of a GPU)."""
 ENGINE_SHARE = 0.85
-"""Share of a GPU's memory that an engine's weights and KV cache take (SGLang's --mem-fraction-static)."""
+"""Share of a GPU's memory that an engine's weights and KV cache take where --mem-fraction-static does not say so."""
 BUCKETS = 4
 """Buckets of a publication that an owner rank holds (PublicationSection.bucket_mib)."""
 
@@ -210,11 +210,16 @@ def layer_elements(fields: dict, parallel: ParallelSection, layer: int) -> float
     return (total + 3 * fields.get("moe_shared_expert_intermediate_size", 0)) / tp
 
 
+def _engine_share(arguments: list[str]) -> float:
+    flag = "--mem-fraction-static"
+    return float(arguments[arguments.index(flag) + 1]) if flag in arguments[:-1] else ENGINE_SHARE
+
+
 def engine(config: RunConfig, hf: dict) -> EngineEstimate:
     """What an engine's weights take of each of its GPUs, and what that leaves to its KV cache."""
     fields, tp, width = family_of(hf).transformer_config(hf), config.engine.tp, _width(config)
     weights = parameters(hf, ParallelSection()).total * width / tp / GIB
-    room = config.cluster.gpu_memory_gb * ENGINE_SHARE - weights
+    room = config.cluster.gpu_memory_gb * _engine_share(config.engine.extra_args) - weights
     if fields.get("multi_latent_attention"):  # every tensor parallel rank keeps the latents of all heads
         numbers = fields["kv_lora_rank"] + fields["qk_pos_emb_head_dim"] + fields.get("dsa_indexer_head_dim", 0)
     else:

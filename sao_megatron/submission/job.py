@@ -81,8 +81,8 @@ def describe(config: RunConfig, model: Model) -> str:
 def show_memory(config: RunConfig, learner: memory.Estimate, engine: memory.EngineEstimate) -> None:
     """What a GPU of either side holds, in GiB."""
     stage = f", pipeline stage {learner.stage}" if config.parallel.pp > 1 else ""
-    table = Table(title=f"memory of the fullest learner rank{stage} (estimate)", title_justify="left", box=None,
-                  pad_edge=False)
+    print(f"memory of the fullest learner rank{stage}, an estimate (docs/slurm.md):")
+    table = Table(box=None)
     table.add_column("what")
     table.add_column("GiB", justify="right")
     for name, size in learner.rows.items():
