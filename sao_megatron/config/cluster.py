@@ -53,8 +53,8 @@ class ClusterSection(Section):
     """Time limit of one job, as sbatch takes it: minutes, hours:minutes:seconds or days-hours:minutes:seconds."""
     sbatch_args: list[str] = []
     """More options of sbatch for every component, such as --qos=high, --reservation=x or --exclude=node7."""
-    signal_seconds: int = Field(600, ge=0)
-    """So long before the time limit the run saves a checkpoint and goes back into the queue; 0 = never."""
+    signal_seconds: int = Field(600, ge=30)
+    """So long before the time limit the run saves a checkpoint and goes back into the queue."""
     requeues: int = Field(10, ge=0)
     """Most times one job goes back into the queue without having got further; one that does is counted anew."""
     chain: int = Field(1, ge=1)

@@ -11,14 +11,16 @@ from pydantic import BaseModel, ValidationError
 from sao_megatron.config.run import RunConfig
 from sao_megatron.errors import UserError
 
+_WHOLE = re.compile(r"[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]*|[1-9][0-9_]*)$")
+
 
 class _Loader(yaml.SafeLoader):
     """YAML in which 10:00:00 is a text, as in YAML 1.2, and not the number 36,000."""
 
 
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, re.compile(r"[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]*|[1-9][0-9_]*)$") if tag.endswith(":int") else pattern)
-            for tag, pattern in resolvers] for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+    first: [(tag, _WHOLE if tag.endswith(":int") else pattern) for tag, pattern in resolvers]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()}
 
 
 def load(path: str | Path, overrides: list[str] = ()) -> RunConfig:

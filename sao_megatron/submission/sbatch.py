@@ -23,9 +23,8 @@ def submitted_path(config: RunConfig) -> Path:
 def command(config: RunConfig, script: Path = SCRIPT) -> list[str]:
     """One job; a heterogeneous one has two components, the learner's (with the spares) and the engines'."""
     cluster = config.cluster
-    job = [f"--job-name={config.name}", f"--output={config.runs_dir}/{config.name}.slurm-%j.out"]
-    if cluster.signal_seconds:
-        job.append(f"--signal=B:USR1@{cluster.signal_seconds}")
+    job = [f"--job-name={config.name}", f"--output={config.runs_dir}/{config.name}.slurm-%j.out",
+           f"--signal=B:USR1@{cluster.signal_seconds}"]
     if cluster.chain > 1:
         job.append("--dependency=singleton")
     learners = cluster.learner_nodes + cluster.spare_nodes

@@ -125,7 +125,6 @@ def test_options_of_one_component():
             "--exclusive", "--mem=0", "--no-kill", "--signal=B:USR1@900"} <= set(parts)
     assert "--dependency=singleton" in options(chain=3) and "--dependency=singleton" not in options()
     assert not [part for part in options(gres="") if "gres" in part]
-    assert not [part for part in options(signal_seconds=0) if "signal" in part]
 
 
 # If this fails, learner and engines of a mixed cluster land on each other's nodes.
