@@ -45,6 +45,11 @@ class RunFolder:
         return self.path / "tokens"
 
     @property
+    def events_path(self) -> Path:
+        """Restarts and their causes (telemetry/events.py)."""
+        return self.path / "events.jsonl"
+
+    @property
     def paused_path(self) -> Path:
         """The learner trains nothing while this file exists (alarms.on_alarm=pause writes it)."""
         return self.path / "PAUSED"

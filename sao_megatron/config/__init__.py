@@ -11,6 +11,7 @@ from sao_megatron.config.algorithm import (
     CriticSection,
     WarmupSection,
 )
+from sao_megatron.config.cluster import ClusterSection, ContainerSection, Placement, placement
 from sao_megatron.config.loading import load, parse, save
 from sao_megatron.config.model import ModelSection, ParallelSection
 from sao_megatron.config.rollouts import (
@@ -31,12 +32,15 @@ __all__ = [
     "AlgorithmSection",
     "BatchSection",
     "CheckpointSection",
+    "ClusterSection",
+    "ContainerSection",
     "CriticAdamSection",
     "CriticSection",
     "EngineSection",
     "EvaluationSection",
     "ModelSection",
     "ParallelSection",
+    "Placement",
     "PublicationSection",
     "RolloutSection",
     "RunConfig",
@@ -48,5 +52,6 @@ __all__ = [
     "WritersSection",
     "load",
     "parse",
+    "placement",
     "save",
 ]

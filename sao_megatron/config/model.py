@@ -43,6 +43,9 @@ class ParallelSection(Section):
     """Tensor parallel size inside one expert."""
     dispatcher: Literal["alltoall", "allgather"] = "alltoall"
     """How tokens travel to the experts."""
+    recompute: Literal["none", "full"] = "none"
+    """full: keep only each layer's input and compute the layer again in the backward (a third more time; long contexts
+    of large models fit no other way)."""
 
     @property
     def dp(self) -> int:

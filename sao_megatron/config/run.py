@@ -14,6 +14,7 @@ from sao_megatron.config.algorithm import (
     CriticSection,
     WarmupSection,
 )
+from sao_megatron.config.cluster import ClusterSection
 from sao_megatron.config.model import ModelSection, ParallelSection
 from sao_megatron.config.rollouts import (
     EngineSection,
@@ -52,6 +53,7 @@ class RunConfig(Section):
     tokens: TokensSection = TokensSection()
     writers: WritersSection = WritersSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    cluster: ClusterSection = ClusterSection()
     restarts: int = Field(0, ge=0)
     """How often `train` starts processes of the run again when some died, before it gives up; counted anew whenever the
     run gets further than ever."""

@@ -106,7 +106,7 @@ class EngineProcess:
 
     def wait_healthy(self, deadline: float) -> None:
         """Wait until the server answers; RunError if it dies or time.monotonic() passes `deadline`."""
-        while not _answers(self.url):
+        while not answers(self.url):
             code = self.poll()
             if code is not None:
                 raise RunError(f"engine {self.url} died while starting (exit code {code}): {self._last_words()}")
@@ -135,9 +135,9 @@ class EngineProcess:
         return f"{last[:500]!r} (log: {self.log_path})"
 
 
-def _answers(url: str) -> bool:
+def answers(url: str, timeout: float = 5.0) -> bool:
     parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=5)
+    connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=timeout)
     try:
         connection.request("GET", "/health")
         return connection.getresponse().status == 200

@@ -10,6 +10,7 @@ PACKAGE = ROOT / "sao_megatron"
 # Lower may not import higher, and those of one level may not import each other.
 LEVELS = [
     {"cli"},
+    {"submission"},
     {"roles", "launcher", "pretraining", "conversion"},
     {"watch"},
     {"supervisor"},
