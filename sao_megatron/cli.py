@@ -1,7 +1,7 @@
 """`sao-megatron <verb>`: the command line. `train` runs everything on one machine; the role verbs are what it starts.
 
-Exit codes: 0 done, 1 a valid run failed, 2 bad input, 130 interrupted. Heavy imports are inside the verbs, so that help
-comes at once.
+Exit codes: 0 done, 1 a valid run failed, 2 bad input, 75 ended before its end and to be started again, 130 interrupted.
+Heavy imports are inside the verbs, so that help comes at once.
 """
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from sao_megatron.errors import RunError, UserError
+from sao_megatron.errors import RunError, Unfinished, UserError
 
 _TRAIN = """\
 Train on this machine: checks the recipe, then starts engines, controller and learner ranks, shows one line per step,
@@ -104,6 +104,8 @@ def main(argv: list[str] | None = None) -> int:
         return _fail(error, 2)
     except RunError as error:
         return _fail(error, 1)
+    except Unfinished as reason:
+        return _fail(reason, 75)
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
     return 0
@@ -141,6 +143,8 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("recipe", type=Path, help="YAML file, such as configs/guess-number-cpu.yaml")
     train.add_argument("overrides", nargs="*", metavar="key=value",
                        help="replace a value of the recipe (dotted key, YAML value)")
+    train.add_argument("--slurm", action="store_true",
+                       help="on the nodes of this Slurm job (slurm/train.sbatch says so); a run that has begun goes on")
     continued = verb("resume", _resume, _RESUME, "go on with a run from its newest checkpoint")
     continued.add_argument("run_dir", type=Path, help="the run's folder, such as runs/first")
     filled = verb("rollout", _rollout, _ROLLOUT, "fill a store with trajectories, without a learner")
@@ -184,7 +188,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _train(arguments) -> None:
     from sao_megatron import launcher
-    launcher.train(arguments.recipe, arguments.overrides)
+    launcher.train(arguments.recipe, arguments.overrides, arguments.slurm)
 
 
 def _submit(arguments) -> None:

@@ -57,6 +57,9 @@ class RunConfig(Section):
     restarts: int = Field(0, ge=0)
     """How often `train` starts processes of the run again when some died, before it gives up; counted anew whenever the
     run gets further than ever."""
+    hang_timeout: float = Field(1800.0, ge=0)
+    """Seconds in which no learner rank gets further, after which all ranks' Python stacks are logged and the ranks are
+    started again (one of `restarts`); 0 = never."""
     mode: Literal["train", "replay", "rollout"] = "train"
     """train: engines, controller and learner. replay: the learner alone, on recorded trajectories (the verb `replay`).
     rollout: engines and controller alone, until the store holds the trajectories of all steps (the verb `rollout`)."""

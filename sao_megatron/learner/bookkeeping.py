@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import contextmanager
 
 import numpy as np
@@ -33,11 +34,13 @@ takes of the step, not the writing beside it."""
 class Clock:
     """Seconds by phase between two steps."""
 
-    def __init__(self):
-        self._begin, self._spent = time.monotonic(), defaultdict(float)
+    def __init__(self, on_phase: Callable[[str], None]):
+        """`on_phase` is called with the name of each phase that begins."""
+        self._begin, self._spent, self._on_phase = time.monotonic(), defaultdict(float), on_phase
 
     @contextmanager
     def phase(self, name: str):
+        self._on_phase(name)
         begin = time.monotonic()
         yield
         self._spent[name] += time.monotonic() - begin

@@ -13,6 +13,8 @@ LEVELS = [
     {"submission"},
     {"roles", "launcher", "pretraining", "conversion"},
     {"watch"},
+    {"engine_watch", "hang"},
+    {"placement"},
     {"supervisor"},
     {"rollout", "learner"},
     {"weights", "telemetry"},
@@ -21,7 +23,7 @@ LEVELS = [
     {"algorithm"},
     {"run_folder"},
     {"checkpoints"},
-    {"config", "device", "child"},
+    {"config", "device", "child", "blame", "heartbeat"},
     {"errors"},
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
