@@ -191,19 +191,21 @@ def prepare(config: RunConfig, folder: RunFolder) -> None:
     """Check model, algorithm, layout and task (UserError), and write the run's folder."""
     from sao_megatron.learner import layout
     from sao_megatron.rollout.tasks import load_task
+    from sao_megatron.telemetry import writers
     from sao_megatron.weights import value_head
     from sao_megatron.weights.hf import prepare_model, read_config
 
-    _check_algorithm(config)
+    check_algorithm(config)
     model_dir = prepare_model(config, folder.path)
     hf_config = read_config(model_dir)
     layout.check(config, hf_config)
     value_head.check(config, hf_config)
-    _check_task(config, load_task(config.task.name, config.task.options, model_dir), hf_config["vocab_size"])
+    writers.check(config)
+    check_task(config, load_task(config.task.name, config.task.options, model_dir), hf_config["vocab_size"])
     run_config.save(config, folder.config_path)
 
 
-def _check_algorithm(config: RunConfig) -> None:
+def check_algorithm(config: RunConfig) -> None:
     from sao_megatron.algorithm import presets
     choices = config.algorithm.model_dump(exclude={"preset"})
     try:
@@ -214,7 +216,7 @@ def _check_algorithm(config: RunConfig) -> None:
         raise UserError(f"algorithm: {error}") from None
 
 
-def _check_task(config: RunConfig, task, vocab_size: int) -> None:
+def check_task(config: RunConfig, task, vocab_size: int) -> None:
     if task.vocab_size > vocab_size:
         raise UserError(f"task.name: {config.task.name} uses token ids up to {task.vocab_size - 1}, the model's "
                         f"vocabulary has {vocab_size} (vocab_size of its config.json): choose a model with at least "

@@ -41,6 +41,7 @@ def controller(run_dir: Path) -> None:
 async def _control(folder: RunFolder, config: RunConfig, store) -> None:
     from sao_megatron.engine.client import EngineClient
     from sao_megatron.rollout.controller import run_controller
+    from sao_megatron.rollout.engine_metrics import watch_engines
     # Read directly: weights.hf would import torch, which this process does without.
     vocab_size = json.loads((folder.model_dir(config) / "config.json").read_text())["vocab_size"]
     async with AsyncExitStack() as stack:
@@ -48,6 +49,8 @@ async def _control(folder: RunFolder, config: RunConfig, store) -> None:
                    for url in folder.engine_urls()]
         deadline = time.monotonic() + config.engine.start_timeout
         await _first(_healthy(client, deadline, config.engine.start_timeout) for client in clients)
+        looking = asyncio.create_task(watch_engines(clients, store))
+        stack.callback(looking.cancel)
         await run_controller(config, _task(folder, config), store, clients)
 
 
@@ -71,6 +74,27 @@ async def _healthy(client, deadline: float, timeout: float) -> None:
             raise RunError(f"engine {client.url} is not healthy after {timeout:.0f} s (engine.start_timeout): "
                            f"see its log")
         await asyncio.sleep(0.5)
+
+
+def sandbox(run_dir: Path, index: int) -> None:
+    """Be sandbox server `index` until told to end."""
+    folder = RunFolder(run_dir)
+    config, (urls, token) = folder.config(), folder.sandboxes()
+    if not 0 <= index < len(urls):
+        raise UserError(f"--index {index}: {folder.sandboxes_path} names {len(urls)} servers, so 0 to {len(urls) - 1}")
+    from sao_megatron.sandbox.pool import Pool
+    from sao_megatron.sandbox.server import serve
+    url = urlsplit(urls[index])
+    asyncio.run(serve(Pool.of(config.sandbox), token, url.hostname, url.port, config.sandbox.idle_timeout))
+
+
+def _sandbox(folder: RunFolder, config: RunConfig):
+    """Where a task's code runs: in this process's own sessions, or on the run's servers."""
+    from sao_megatron.sandbox.client import RemoteSandbox
+    from sao_megatron.sandbox.pool import Pool
+    if not config.sandbox.servers:
+        return Pool.of(config.sandbox)
+    return RemoteSandbox(*folder.sandboxes(), config.sandbox.seconds, config.sandbox.patience)
 
 
 def learner(run_dir: Path) -> None:

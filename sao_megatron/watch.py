@@ -15,7 +15,7 @@ from sao_megatron.run_folder import RunFolder
 from sao_megatron.supervisor import ProcessSpec, Supervisor
 from sao_megatron.telemetry.events import Kind
 from sao_megatron.telemetry.progress import Progress
-from sao_megatron.trajectory.store import Store
+from sao_megatron.trajectory.store import ALARMS, Store
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -45,6 +45,8 @@ class Watch:
         """When there is no more time, once we were asked to end."""
         self._generation = store.get_state("generation")
         self._last_step = self._furthest = max((row.step for row in store.steps()), default=-1)
+        self._alarmed = set(self._alarms())
+        """Alarms that were shown; a learner that goes on from a checkpoint takes back those of lost steps."""
         self._causes: list[str] = []
         """Why processes were started again since the run last got further."""
         self._rendezvous: TCPStore | None = None
@@ -62,12 +64,14 @@ class Watch:
         """Return when the learner ranks and the controller have ended well."""
         while not self._all_ended(self._revived(self._supervisor.poll())):
             self._show_steps()
+            self._show_alarms()
             self._engines.check()
             self._mind_hangs()
             self._mind_the_time()
             self._show_status()
             time.sleep(POLL_SECONDS)
         self._show_steps()
+        self._show_alarms()
         if self._end_by and not self._store.get_state("finished", False):
             raise Unfinished("ended before the time limit, with a checkpoint")
 
@@ -187,6 +191,16 @@ class Watch:
         if self._last_step > self._furthest:
             self._furthest, self._causes = self._last_step, []
         self._progress.flush(now=False)
+
+    def _show_alarms(self) -> None:
+        alarms = self._alarms()
+        for step, sentence in alarms:
+            if (step, sentence) not in self._alarmed:
+                self._progress.note(f"alarm at step {step + 1}: {sentence}")
+        self._alarmed = set(alarms)
+
+    def _alarms(self) -> list[tuple[int, str]]:
+        return [(step, sentence) for step, sentence in self._store.get_state(ALARMS, [])]
 
     def _show_status(self) -> None:
         """Start-up stage by stage; later only where nothing else was shown for a while."""

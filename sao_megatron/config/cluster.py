@@ -49,12 +49,12 @@ class ClusterSection(Section):
     rollout_partition: str | None = None
     """Another than the learner's makes the job heterogeneous; None = the learner's."""
     account: str | None = None
-    time: str = Field("24:00:00", pattern=r"^(\d+-)?\d+(:\d{2}){0,2}$")
+    time: str = Field("24:00:00", pattern=r"^(\d+-)?\d+(:\d{2}){0,2}$", coerce_numbers_to_str=True)
     """Time limit of one job, as sbatch takes it: minutes, hours:minutes:seconds or days-hours:minutes:seconds."""
     sbatch_args: list[str] = []
     """More options of sbatch for every component, such as --qos=high, --reservation=x or --exclude=node7."""
-    signal_seconds: int = Field(600, ge=0)
-    """So long before the time limit the run saves a checkpoint and goes back into the queue; 0 = never."""
+    signal_seconds: int = Field(600, ge=30)
+    """So long before the time limit the run saves a checkpoint and goes back into the queue."""
     requeues: int = Field(10, ge=0)
     """Most times one job goes back into the queue without having got further; one that does is counted anew."""
     chain: int = Field(1, ge=1)
@@ -70,10 +70,28 @@ class ClusterSection(Section):
     """Folder of the virtual environment on the nodes; None = .venv of the repository."""
     container: ContainerSection = ContainerSection()
 
+    @model_validator(mode="after")
+    def _has_time(self):
+        if self.signal_seconds >= seconds_of(self.time):
+            raise ValueError(f"signal_seconds={self.signal_seconds} is not less than time={self.time}: the run would "
+                             "be told to save itself before it has begun")
+        return self
+
     @property
     def heterogeneous(self) -> bool:
         """Whether learner and engines need two components of one job."""
         return self.rollout_partition not in (None, self.learner_partition)
+
+
+def seconds_of(time: str) -> int:
+    """Seconds of a time limit in one of sbatch's spellings: m, m:s, h:m:s, d-h, d-h:m, d-h:m:s."""
+    days, dash, clock = time.rpartition("-")
+    parts = [int(part) for part in clock.split(":")]
+    if dash:
+        hours, minutes, seconds = (*parts, 0, 0)[:3]
+    else:
+        hours, minutes, seconds = (0, *parts, 0)[:3] if len(parts) < 3 else parts
+    return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + seconds
 
 
 @dataclass(frozen=True)

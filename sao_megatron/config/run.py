@@ -23,8 +23,9 @@ from sao_megatron.config.rollouts import (
     RolloutSection,
     TaskSection,
 )
+from sao_megatron.config.sandbox import SandboxSection
 from sao_megatron.config.section import Section
-from sao_megatron.config.watching import AlarmSection, CheckpointSection, TokensSection
+from sao_megatron.config.watching import AlarmSection, CheckpointSection, TokensSection, WritersSection
 
 
 class RunConfig(Section):
@@ -43,12 +44,14 @@ class RunConfig(Section):
     batch: BatchSection = BatchSection()
     warmup: WarmupSection = WarmupSection()
     task: TaskSection
+    sandbox: SandboxSection = SandboxSection()
     rollout: RolloutSection = RolloutSection()
     evaluation: EvaluationSection = EvaluationSection()
     engine: EngineSection = EngineSection()
     publication: PublicationSection = PublicationSection()
     alarms: AlarmSection = AlarmSection()
     tokens: TokensSection = TokensSection()
+    writers: WritersSection = WritersSection()
     checkpoint: CheckpointSection = CheckpointSection()
     cluster: ClusterSection = ClusterSection()
     restarts: int = Field(0, ge=0)

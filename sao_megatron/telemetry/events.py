@@ -31,19 +31,21 @@ class Event:
 
 
 class Events:
-    """Appends to the journal; a line is written at once, so that a kill leaves no half of one but the last."""
+    """Appends to the journal; what a killed writer left of a line stays a line of its own."""
 
     def __init__(self, path: Path):
         self.path = path
 
     def add(self, kind: Kind, what: str = "", why: str = "", step: int = 0) -> None:
         event = Event(time.time(), kind, what, " ".join(why.split()), os.environ.get("SLURM_JOB_ID"), step)
-        with self.path.open("a") as file:
-            file.write(json.dumps(asdict(event)) + "\n")
+        with self.path.open("a+b") as file:
+            file.seek(max(0, file.tell() - 1))
+            gap = b"" if file.read() in (b"", b"\n") else b"\n"
+            file.write(gap + json.dumps(asdict(event)).encode() + b"\n")
 
 
 def read(path: Path) -> list[Event]:
-    """All events, oldest first; a last line that is not whole yet is left out."""
+    """All events, oldest first; a line that is not whole is left out."""
     if not path.is_file():
         return []
     events = []

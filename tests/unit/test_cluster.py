@@ -3,6 +3,7 @@ import pytest
 
 from sao_megatron import config as run_config
 from sao_megatron.config import Placement, placement
+from sao_megatron.config.cluster import seconds_of
 from sao_megatron.errors import UserError
 
 RECIPE = {"name": "test", "model": {"path": "some/model"}, "task": {"name": "guess_number"}}
@@ -51,6 +52,19 @@ def test_container_without_image(container):
 def test_time_limit(time):
     with pytest.raises(UserError, match="cluster.time"):
         config(time=time)
+
+
+# If one fails, the run saves itself much too early or too late, for a limit is read otherwise than Slurm reads it.
+@pytest.mark.parametrize(("time", "seconds"), [
+    ("30", 1800), ("30:10", 1810), ("2:00:00", 7200), ("1-2", 93600), ("1-2:30", 95400), ("1-02:30:05", 95405)])
+def test_seconds_of_a_time_limit(time, seconds):
+    assert seconds_of(time) == seconds
+
+
+# If this fails, a job goes back into the queue as soon as it starts, for ever.
+def test_signal_before_the_start():
+    with pytest.raises(UserError, match="signal_seconds=600 is not less than time=10"):
+        config(time="10")
 
 
 # If this fails, a job of one kind of node waits for two, or the other way round.

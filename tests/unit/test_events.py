@@ -22,4 +22,6 @@ def test_half_a_line_is_left_out(tmp_path):
     with journal.path.open("a") as file:
         file.write('{"time": 17.0, "ki')
     assert [event.kind for event in read(journal.path)] == ["start"]
+    journal.add("end")
+    assert [event.kind for event in read(journal.path)] == ["start", "end"]
     assert read(tmp_path / "nothing.jsonl") == []
