@@ -147,8 +147,9 @@ def _refuse_a_crash_loop(config: RunConfig, folder: RunFolder, saved_step: int) 
 def _place(config: RunConfig, folder: RunFolder, slurm: bool) -> Placement:
     """Raises UserError where the machines do not hold the run."""
     if slurm:
+        from sao_megatron.placement.allocation import Allocation
         from sao_megatron.placement.slurm import SlurmPlacement
-        return SlurmPlacement(config, folder)
+        return SlurmPlacement(config, folder, Allocation.ours())
     from sao_megatron.placement.local import local_plan
     return OneMachine(local_plan(config, folder), folder.log_dir)
 

@@ -18,7 +18,7 @@ from sao_megatron.config import ClusterSection, RunConfig
 from sao_megatron.config.cluster import placement as places
 from sao_megatron.engine.process import engine_command, engine_environment
 from sao_megatron.errors import UserError
-from sao_megatron.placement.allocation import Node, binds_cpus, components, down, job_id
+from sao_megatron.placement.allocation import Allocation, Node, down
 from sao_megatron.placement.plan import Plan
 from sao_megatron.placement.preflight import Preflight
 from sao_megatron.run_folder import RunFolder
@@ -67,14 +67,14 @@ def assign(cluster: ClusterSection, found: list[list[Node]], bad: Mapping[str, s
 class SlurmPlacement:
     """Raises UserError where the job's nodes do not hold the recipe's roles."""
 
-    def __init__(self, config: RunConfig, folder: RunFolder):
-        self.config, self.folder = config, folder
+    def __init__(self, config: RunConfig, folder: RunFolder, allocation: Allocation):
+        self.config, self.folder, self.nodes = config, folder, allocation.components
         self.places = places(config)
-        self.nodes = components()
-        self._unbound = ["--cpu-bind=none"] if binds_cpus() else []  # else an engine may get the one core of its task
-        self.log_dir = folder.log_dir / str(job_id())
+        # Else an engine may get the one core of its task.
+        self._unbound = ["--cpu-bind=none"] if allocation.binds_cpus else []
+        self.log_dir = folder.log_dir / str(allocation.job)
         self.roles = assign(config.cluster, self.nodes)
-        self._first_port = config.engine.port or 10000 + job_id() * MOST_ENGINES % 20000
+        self._first_port = config.engine.port or 10000 + allocation.job * MOST_ENGINES % 20000
         self._engine_nodes: list[list[Node]] = []
         self._deal_engines()
 
