@@ -108,8 +108,12 @@ class Watch:
         return ended
 
     def _mind_hangs(self) -> None:
-        if (self._watchdog and not self._store.get_state("finished", False)
-                and not RunFolder(self._config.run_dir).paused_path.exists() and self._watchdog.hangs()):
+        if self._watchdog is None:
+            return
+        if (self._store.published() is None or self._engines.starting or self._store.get_state("finished", False)
+                or RunFolder(self._config.run_dir).paused_path.exists()):
+            self._watchdog.rest()  # the learner may wait for engines, for the last evaluation, for a person
+        elif self._watchdog.hangs():
             self._start_again(self._watchdog.report(self._supervisor, sorted(self._learners)), self._learners, "hang")
 
     def _mind_the_time(self) -> None:

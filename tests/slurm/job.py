@@ -31,12 +31,16 @@ class Job:
         self.id = ""
 
     def submit(self, *options: str, overrides: list[str]) -> None:
-        """`options` are sbatch's, with " : " between the components of a heterogeneous job."""
-        self.cluster.environment |= {"SAO_PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        self.id = self.cluster.submit(
-            f"--output={self.out_path}", *options, str(ROOT / "slurm" / "train.sbatch"),
+        """Queue the run. `options` are sbatch's, with ":" between the components of a heterogeneous job."""
+        self.submit_script("train.sbatch", *options, arguments=[
             str(ROOT / "configs" / "guess-number-cpu.yaml"), f"runs_dir={self.run.path.parent}",
-            f"name={self.run.path.name}", *TINY, *overrides, cwd=ROOT)
+            f"name={self.run.path.name}", *TINY, *overrides])
+
+    def submit_script(self, script: str, *options: str, arguments: list[str]) -> None:
+        """Queue one of the scripts in slurm/."""
+        self.cluster.environment |= {"SAO_PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        self.id = self.cluster.submit(f"--output={self.out_path}", *options, str(ROOT / "slurm" / script), *arguments,
+                                      cwd=ROOT)
 
     @property
     def out(self) -> str:

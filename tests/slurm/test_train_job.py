@@ -8,8 +8,9 @@ from job import Job
 TWO_RANKS = ["parallel={ranks: 2, tp: 2, ep: 2}", "cluster.learner_nodes=2", "cluster.rollout_nodes=1"]
 
 
-# If this fails, a job of two partitions does not place its roles, or a run on several nodes does not come to its end.
-def test_heterogeneous_job_to_the_exported_checkpoint(job: Job):
+# If this fails, a job of two partitions does not place its roles, a run on several nodes does not come to its end, or
+# several tasks do not convert what it made.
+def test_heterogeneous_job_to_the_converted_export(job: Job):
     node = ["--mem=0", "--exclusive", "--gres=gpu:2"]
     job.submit("--partition=learners", "--nodes=2", *node, ":", "--partition=engines", "--nodes=1", *node, overrides=[
         "steps=3", "parallel={ranks: 4, tp: 2, ep: 2}", "cluster.learner_nodes=2", "cluster.rollout_nodes=1",
@@ -24,6 +25,11 @@ def test_heterogeneous_job_to_the_exported_checkpoint(job: Job):
                       "engine-0": "node3", "controller": "node1"}
     assert job.run.engine_urls()[0].startswith("http://127.0.0.13:")
 
+    converted = job.run.path / "converted"
+    job.submit_script("convert.sbatch", "--nodes=2", "--ntasks-per-node=1", "--mem=0", arguments=[
+        "hf-to-megatron", str(job.run.export_path), str(converted)])
+    job.until((converted / "state.json").exists, "the conversion of the export")
+
 
 # If this fails, a night on the cluster ends at the first engine that dies, rank that hangs, node that loses power, or
 # time limit; or what was trained before is trained again, or lost.
@@ -33,7 +39,7 @@ def test_a_night(job: Job):
     cluster.power_on("node3", hidden=job.run.path.parent)  # its file system is not mounted
     cluster.wait_idle()
     job.submit("--nodes=5", "--mem=0", "--exclusive", overrides=[
-        *TWO_RANKS, "steps=100000", "checkpoint.every=1", "restarts=2", "hang_timeout=12", "cluster.spare_nodes=2"])
+        *TWO_RANKS, "steps=100000", "checkpoint.every=1", "restarts=2", "hang_timeout=20", "cluster.spare_nodes=2"])
     job.until(lambda: job.steps() >= 2, "the first steps")
     assert [event.what for event in job.events("node_excluded")] == ["node3"]
     assert "does not see the run's folder" in job.events("node_excluded")[0].why

@@ -50,6 +50,7 @@ def test_a_stopped_rank_is_named_and_started_again(tmp_path):
     with Store(path) as store, Supervisor(placement.log_dir, grace=1.0) as supervisor:
         watched = Watch(config, placement, store, supervisor, Progress(2, journal=Events(journal)))
         watched.start()
+        store.set_published(0, 0)
         watched.until_done()
     (hang,) = read(journal)
     assert hang.kind == "hang" and "starting learner-0, learner-1 again (1 of restarts=1)" in hang.why
