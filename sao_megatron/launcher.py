@@ -155,7 +155,10 @@ def _place(config: RunConfig, folder: RunFolder, slurm: bool) -> Placement:
 
 
 def _run(config: RunConfig, folder: RunFolder, placement: Placement, progress: Progress) -> None:
-    progress.record("start", folder.path.name, f"started from step {progress.saved_step}")
+    earlier = read(folder.events_path)
+    silent = earlier and earlier[-1].kind not in ("requeue", "failure", "end")
+    progress.record("start", folder.path.name, f"started from step {progress.saved_step}" + (
+        "; the launcher before ended without a word: it was killed, or its node was lost" if silent else ""))
     try:
         _watch(config, folder, placement, progress)
     except Unfinished as reason:

@@ -99,6 +99,7 @@ class Watch:
 
     def _revived(self, ended: dict[str, int]) -> dict[str, int]:
         """What ended, without the engines that the run can do without or that were started again alone."""
+        self._placement.tend(self._supervisor, ended)
         self._engines.revive(ended)
         if self._engines.moved:  # the controller reads the engines' URLs when it starts; the learner always
             self._engines.moved = False

@@ -34,6 +34,9 @@ class Placement(Protocol):
     def check(self, supervisor: Supervisor, progress: Progress) -> None:
         """Try the machines before anything starts on them. Raises UserError or RunError naming one that is bad."""
 
+    def tend(self, supervisor: Supervisor, ended: dict[str, int]) -> None:
+        """Take out of `ended`, and start again, what is the placement's own."""
+
     def lost(self, name: str) -> str | None:
         """The node of this process (of the plan) that is down; None if all its nodes live."""
 
@@ -52,6 +55,9 @@ class OneMachine:
 
     def check(self, supervisor: Supervisor, progress: Progress) -> None:
         """Nothing: what could be wrong is seen when the processes start."""
+
+    def tend(self, supervisor: Supervisor, ended: dict[str, int]) -> None:
+        """Nothing is."""
 
     def lost(self, name: str) -> str | None:
         return None

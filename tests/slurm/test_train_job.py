@@ -61,17 +61,23 @@ def test_a_night(job: Job):
     job.until_more_steps(2, "with the engine elsewhere")
 
     cluster.power_on("node4")
-    cluster.run("scancel", "--batch", "--signal=USR1", job.id)
-    job.until(lambda: job.events("requeue"), "the end before the time limit")
-    saved = job.run.checkpoints.latest().step
-    job.until(lambda: len(job.events("start")) == 2, "the job to start again")
-    assert job.events("start")[1].step == saved == job.steps()
-    job.until_more_steps(1, "after the requeue")
-
     cluster.power_off("node2")
-    job.until(lambda: len(job.events("requeue")) == 2, "the loss of a learner's node to be noticed")
-    assert "node2 is down" in job.events("requeue")[1].why
+    job.until(lambda: job.events("requeue"), "the loss of a learner's node to be noticed")
+    assert "node2 is down" in job.events("requeue")[0].why
     cluster.power_on("node2")
-    job.until(lambda: len(job.events("start")) == 3, "the job to start again")
+    job.until(lambda: len(job.events("start")) == 2, "the job to start again")
     job.until_more_steps(1, "after the loss of a learner's node")
+
+    cluster.run("scancel", "--batch", "--signal=USR1", job.id)
+    job.until(lambda: len(job.events("requeue")) == 2, "the end before the time limit")
+    saved = job.run.checkpoints.latest().step
+    job.until(lambda: len(job.events("start")) == 3, "the job to start again")
+    assert job.events("start")[2].step == saved == job.steps()
+
+    job.until(lambda: "started learner" in job.out.rpartition("start 3")[2], "the roles to start")
+    cluster.power_off("node1")
+    job.until(lambda: job.cluster.job(job.id)["Restarts"] == "3", "the loss of the first node to be noticed")
+    cluster.power_on("node1")
+    job.until(lambda: len(job.events("start")) == 4, "the job to start again")
+    job.until_more_steps(1, "after the loss of the first node")
     job.check_store()
