@@ -175,7 +175,7 @@ def _run(config: RunConfig, folder: RunFolder, placement: Placement, progress: P
 
 
 def _watch(config: RunConfig, folder: RunFolder, placement: Placement, progress: Progress) -> None:
-    with Store(folder.store_path) as store, Supervisor(placement.log_dir) as supervisor:
+    with Store(folder.store_path) as store, Supervisor(placement.log_dir, placement.grace) as supervisor:
         store.forget("finished", "stop")
         if store.get_state(summary.STARTED_AT) is None:
             store.set_state(summary.STARTED_AT, time.time())

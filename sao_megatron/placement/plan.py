@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from sao_megatron.supervisor import ProcessSpec, Supervisor
+from sao_megatron.supervisor import GRACE_SECONDS, ProcessSpec, Supervisor
 from sao_megatron.telemetry.progress import Progress
 
 
@@ -27,6 +27,8 @@ class Placement(Protocol):
     """Makes the plan, and knows whether the machines under it live."""
 
     log_dir: Path
+    grace: float
+    """Seconds between SIGTERM and SIGKILL for its processes."""
 
     def plan(self) -> Plan:
         """As it is now."""
@@ -48,7 +50,7 @@ class OneMachine:
     """The placement of a plan that stays as it is, on a machine that lives as long as we do."""
 
     def __init__(self, plan: Plan, log_dir: Path):
-        self._plan, self.log_dir = plan, log_dir
+        self._plan, self.log_dir, self.grace = plan, log_dir, GRACE_SECONDS
 
     def plan(self) -> Plan:
         return self._plan

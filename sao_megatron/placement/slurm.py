@@ -74,6 +74,9 @@ def assign(cluster: ClusterSection, found: list[list[Node]], bad: Mapping[str, s
 class SlurmPlacement:
     """Raises UserError where the job's nodes do not hold the recipe's roles."""
 
+    grace = 60.0
+    """An srun that we kill leaves its tasks alive; it ends them by itself within Slurm's KillWait (30 s) and some."""
+
     def __init__(self, config: RunConfig, folder: RunFolder, allocation: Allocation):
         self.config, self.folder, self.nodes, self.job = config, folder, allocation.components, allocation.job
         self.places = places(config)

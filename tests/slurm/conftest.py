@@ -19,7 +19,8 @@ def cluster(tmp_path_factory) -> Iterator[Cluster]:
 
 @pytest.fixture
 def job(cluster: Cluster, tmp_path: Path) -> Iterator[Job]:
-    """A run's folder and its job, which ends with the test."""
+    """A run's folder and its job, which ends with the test; the next one finds all nodes idle."""
     job = Job(cluster, tmp_path)
     yield job
     job.end()
+    cluster.restore()

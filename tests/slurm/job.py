@@ -1,7 +1,6 @@
 """A run of the demo recipe, made tiny, as a Slurm job."""
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -95,11 +94,5 @@ class Job:
         assert trained == [(step, BATCH) for step in steps]
 
     def end(self) -> None:
-        if self.id and os.environ.get("SAO_KEEP_JOB") is None:
+        if self.id:
             self.cluster.run("scancel", self.id)
-            deadline = time.monotonic() + 30
-            while self.cluster.run("squeue", "-h", "-j", self.id, "-t", "all", "-o", "%T").split() not in (
-                    [], ["CANCELLED"], ["COMPLETED"], ["FAILED"], ["CANCELLED"] * 2, ["COMPLETED"] * 2):
-                if time.monotonic() > deadline:
-                    return
-                time.sleep(0.3)

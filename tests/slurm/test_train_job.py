@@ -15,6 +15,9 @@ def test_heterogeneous_job_to_the_converted_export(job: Job):
     job.submit("--partition=learners", "--nodes=2", *node, ":", "--partition=engines", "--nodes=1", *node, overrides=[
         "steps=3", "parallel={ranks: 4, tp: 2, ep: 2}", "cluster.learner_nodes=2", "cluster.rollout_nodes=1",
         "cluster.preflight_seconds=0"])
+    job.until(job.steps, "the first step")
+    for role in ("sao_megatron.cli learner", "sao_megatron.engine.cpu"):  # steps overlap: each sees the node's GPUs
+        assert job.find(role).environ()["CUDA_VISIBLE_DEVICES"] == "0,1"
     job.until(job.run.export_path.exists, "the export")
     job.until(lambda: job.events("end"), "the launcher's end")
     job.check_store()
