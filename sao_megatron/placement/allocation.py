@@ -5,6 +5,7 @@ import os
 import re
 import socket
 import subprocess
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -12,6 +13,8 @@ from sao_megatron.errors import RunError, UserError
 
 QUERY_SECONDS = 60.0
 """For one of Slurm's commands."""
+PATIENCE_SECONDS = 600.0
+"""For Slurm's controller to come back."""
 ANSWER_SECONDS = 5.0
 """For a node's slurmd to accept a connection."""
 _DEAD = re.compile(r"DOWN|FAIL|NOT_RESPONDING|POWERED|POWERING_DOWN|\*")
@@ -84,8 +87,14 @@ def _listens(address: str, port: int) -> bool:
 
 
 def _ask(*command: str) -> str:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=QUERY_SECONDS).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        said = (getattr(error, "stderr", None) or "").strip()
-        raise RunError(f"`{' '.join(command)}` failed ({error}) {said}: the run asks Slurm about its nodes") from None
+    """The answer of one of Slurm's commands; waits for a controller that is away, since no step starts without it."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        try:
+            return subprocess.run(command, capture_output=True, text=True, check=True, timeout=QUERY_SECONDS).stdout
+        except (OSError, subprocess.SubprocessError) as error:
+            said = (getattr(error, "stderr", None) or "").strip()
+            if "contact slurm controller" not in said or time.monotonic() > deadline:
+                raise RunError(f"`{' '.join(command)}` failed ({error}) {said}: the run asks Slurm about its nodes"
+                               ) from None
+            time.sleep(10.0)
