@@ -77,7 +77,7 @@ def test_a_night(job: Job):
     job.until(lambda: len(job.events("start")) == 3, "the job to start again")
     assert job.events("start")[2].step == saved == job.steps()
 
-    job.until(lambda: "started learner" in job.out.rpartition("start 3")[2], "the roles to start")
+    job.until(lambda: "logs are in" in job.out.rpartition("start 3")[2], "the roles to start")
     cluster.power_off("node1")
     job.until(lambda: job.cluster.job(job.id)["Restarts"] == "3", "the loss of the first node to be noticed")
     cluster.power_on("node1")
