@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import math
 import time
-import traceback
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from sao_megatron.algorithm.presets import resolve
 from sao_megatron.config import RunConfig
 from sao_megatron.errors import RunError
+from sao_megatron.rollout.agents import AgentAttempt, error_info
 from sao_megatron.rollout.pool import Generator
 from sao_megatron.rollout.sampling import sample_turn
+from sao_megatron.rollout.tasks.agent import AgentTask
 from sao_megatron.rollout.tasks.base import Prompt, Step, Task
 from sao_megatron.trajectory.types import Status, Trajectory, TrajectoryBuilder
 
@@ -56,7 +57,8 @@ async def run_episode(client: Generator, task: Task, prompt: Prompt, settings: E
     """
     started = time.monotonic()
     for retry in range(settings.environment_retries + 1):
-        attempt = _Attempt(client, task, prompt, settings, seq)
+        kind = AgentAttempt if isinstance(task, AgentTask) else _Attempt
+        attempt = kind(client, task, prompt, settings, seq)
         status, info = await attempt.outcome()
         info |= {"seconds": round(time.monotonic() - started, 4), "turns": attempt.turns, "retries": retry}
         if status is not Status.ERROR:
@@ -96,9 +98,7 @@ class _Attempt:
         try:
             return await self._play()
         except _EnvironmentFailure as failure:
-            cause = failure.__cause__
-            return Status.ERROR, {"error": " ".join(f"{type(cause).__name__}: {cause}".split()),
-                                  "traceback": "".join(traceback.format_exception(cause))}
+            return Status.ERROR, error_info(failure.__cause__)
 
     async def _play(self) -> tuple[Status, dict]:
         """Fill the builder; returns (status, the environment's last info)."""
