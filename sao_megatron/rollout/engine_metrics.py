@@ -7,7 +7,7 @@ from sao_megatron.engine.client import EngineClient
 from sao_megatron.errors import RunError
 from sao_megatron.trajectory.store import ENGINES, Store
 
-EVERY = 5.0
+EVERY = 2.0
 """Seconds between two looks."""
 PATIENCE = 5.0
 """Seconds for an answer."""
