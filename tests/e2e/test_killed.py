@@ -1,6 +1,6 @@
 """kill -9 of any process in the middle of a run: the run ends, says why, loses no finished trajectory.
 
-Of the launcher: test_kill_and_resume.py; Ctrl-C: test_engines_killed.py.
+Of the controller and the launcher: test_kill_and_resume.py; Ctrl-C: test_engines_killed.py.
 """
 from __future__ import annotations
 
@@ -43,7 +43,6 @@ def check_store(run: Run, appended: set[str]) -> None:
 
 # If one fails, a run that lost a part hangs or leaves processes behind, hides the cause, or loses what was sampled.
 @pytest.mark.parametrize(("words", "name", "reason"), [
-    (["sao_megatron.cli controller"], "controller", ""),
     (["sao_megatron.cli learner", "RANK=0"], "learner-0", ""),
     (["sglang::scheduler"], "engine-0", "Subprocess scheduler_0"),
 ])
