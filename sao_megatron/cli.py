@@ -1,7 +1,7 @@
 """`sao-megatron <verb>`: the command line. `train` runs everything on one machine; the role verbs are what it starts.
 
-Exit codes: 0 done, 1 a valid run failed, 2 bad input, 130 interrupted. Heavy imports are inside the verbs, so that help
-comes at once.
+Exit codes: 0 done, 1 a valid run failed, 2 bad input, 75 ended before its end and to be started again, 130 interrupted.
+Heavy imports are inside the verbs, so that help comes at once.
 """
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from sao_megatron.errors import RunError, UserError
+from sao_megatron.errors import RunError, Unfinished, UserError
 
 _TRAIN = """\
 Train on this machine: checks the recipe, then starts engines, controller and learner ranks, shows one line per step,
@@ -57,6 +57,12 @@ Run episodes on the run's engines and append each finished trajectory to the run
 
 example:
   sao-megatron controller runs/first"""
+_SANDBOX = """\
+Run a model's code for the controllers of a run: one sandbox server (what `train` starts where the recipe has
+sandbox.servers; on a cluster, one on each rollout node). Ends at once where this machine cannot isolate it.
+
+example:
+  sao-megatron sandbox runs/first --index 0"""
 _LEARNER = """\
 One learner rank. RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT come from whoever starts the ranks.
 
@@ -98,6 +104,8 @@ def main(argv: list[str] | None = None) -> int:
         return _fail(error, 2)
     except RunError as error:
         return _fail(error, 1)
+    except Unfinished as reason:
+        return _fail(reason, 75)
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
     return 0
@@ -135,6 +143,8 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("recipe", type=Path, help="YAML file, such as configs/guess-number-cpu.yaml")
     train.add_argument("overrides", nargs="*", metavar="key=value",
                        help="replace a value of the recipe (dotted key, YAML value)")
+    train.add_argument("--slurm", action="store_true",
+                       help="on the nodes of this Slurm job (slurm/train.sbatch says so); a run that has begun goes on")
     continued = verb("resume", _resume, _RESUME, "go on with a run from its newest checkpoint")
     continued.add_argument("run_dir", type=Path, help="the run's folder, such as runs/first")
     filled = verb("rollout", _rollout, _ROLLOUT, "fill a store with trajectories, without a learner")
@@ -153,6 +163,7 @@ def _parser() -> argparse.ArgumentParser:
     watched.add_argument("run_dir", type=Path, help="the run's folder, such as runs/first")
     watched.add_argument("--watch", action="store_true", help="show it again every few seconds, until Ctrl-C")
     roles = [verb("engine", _engine, _ENGINE, "serve one engine of a run"),
+             verb("sandbox", _sandbox, _SANDBOX, "run a model's code for a run"),
              verb("controller", _controller, _CONTROLLER, "run the episodes of a run"),
              verb("learner", _learner, _LEARNER, "run one learner rank of a run"),
              verb("summary", _summary, _SUMMARY, "compute and print a run's summary"),
@@ -160,6 +171,7 @@ def _parser() -> argparse.ArgumentParser:
     for role in roles:
         role.add_argument("run_dir", type=Path, help="the run's folder, such as runs/first")
     roles[0].add_argument("--index", type=int, required=True, help="which of the run's engines, from 0")
+    roles[1].add_argument("--index", type=int, required=True, help="which of the run's sandbox servers, from 0")
     look = roles[-1]
     look.add_argument("--html", type=Path, metavar="out.html", help="write a page instead of printing")
     look.add_argument("--compare", type=Path, metavar="run_dir", help="another run's folder, to stand beside it")
@@ -176,7 +188,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _train(arguments) -> None:
     from sao_megatron import launcher
-    launcher.train(arguments.recipe, arguments.overrides)
+    launcher.train(arguments.recipe, arguments.overrides, arguments.slurm)
 
 
 def _submit(arguments) -> None:
@@ -207,6 +219,11 @@ def _replay(arguments) -> None:
 def _engine(arguments) -> None:
     from sao_megatron import roles
     roles.engine(arguments.run_dir, arguments.index)
+
+
+def _sandbox(arguments) -> None:
+    from sao_megatron import roles
+    roles.sandbox(arguments.run_dir, arguments.index)
 
 
 def _controller(arguments) -> None:

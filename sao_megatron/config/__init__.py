@@ -22,11 +22,36 @@ from sao_megatron.config.rollouts import (
     TaskSection,
 )
 from sao_megatron.config.run import RunConfig
+from sao_megatron.config.sandbox import SandboxSection
 from sao_megatron.config.section import Section
-from sao_megatron.config.watching import AlarmSection, CheckpointSection, TokensSection
+from sao_megatron.config.watching import AlarmSection, CheckpointSection, TokensSection, WritersSection
 
 __all__ = [
-    "AdamSection", "AlarmSection", "AlgorithmSection", "BatchSection", "CheckpointSection", "ClusterSection",
-    "ContainerSection", "CriticAdamSection", "CriticSection", "EngineSection", "EvaluationSection", "ModelSection",
-    "ParallelSection", "Placement", "PublicationSection", "RolloutSection", "RunConfig", "Section", "TaskSection",
-    "TokensSection", "WarmupSection", "load", "parse", "placement", "save"]
+    "AdamSection",
+    "AlarmSection",
+    "AlgorithmSection",
+    "BatchSection",
+    "CheckpointSection",
+    "ClusterSection",
+    "ContainerSection",
+    "CriticAdamSection",
+    "CriticSection",
+    "EngineSection",
+    "EvaluationSection",
+    "ModelSection",
+    "ParallelSection",
+    "Placement",
+    "PublicationSection",
+    "RolloutSection",
+    "RunConfig",
+    "SandboxSection",
+    "Section",
+    "TaskSection",
+    "TokensSection",
+    "WarmupSection",
+    "WritersSection",
+    "load",
+    "parse",
+    "placement",
+    "save",
+]

@@ -59,9 +59,8 @@ class ClusterSection(Section):
     """Most times one job goes back into the queue without having got further; one that does is counted anew."""
     chain: int = Field(1, ge=1)
     """Jobs that `submit` queues one behind the other (--dependency=singleton), for runs longer than the limit."""
-    hang_timeout: float = Field(1800.0, ge=0)
-    """Seconds without progress of a learner rank after which the watchdog writes all ranks' stacks and starts the
-    learner again; 0 = off."""
+    preflight_seconds: float = Field(60.0, ge=0)
+    """Most seconds for the check of all nodes before the roles start (placement/preflight.py); 0 = no check."""
     interface: str | None = None
     """Network interface for NCCL's and Gloo's sockets, such as eth0 (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME); None =
     the one that reaches the head node."""

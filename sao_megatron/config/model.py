@@ -19,7 +19,7 @@ class ModelSection(Section):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Parameter and activation type of learner and engines; gradients and optimizer state are float32."""
     mtp: Literal["drop", "keep"] = "drop"
-    """Multi-token prediction layers (DeepSeek-V3, GLM) are dropped; to keep them is refused: they cannot be trained."""
+    """Layers for multi-token prediction (DeepSeek-V3, GLM) are not trained; `keep`: exports have them as they came."""
 
     @model_validator(mode="after")
     def _one_source(self):

@@ -32,6 +32,7 @@ def engine_command(config: RunConfig, model_dir: Path, port: int, gpu: bool) -> 
                "--max-running-requests", str(engine.max_running_requests),
                "--skip-tokenizer-init", "--skip-server-warmup",  # token in, token out
                "--sleep-on-idle",  # else the scheduler keeps one core busy while it waits
+               "--enable-metrics",  # rollout/engine_metrics.py reads them
                "--log-level", "warning"]  # a line per request and per batch costs more than a short request
     if not list(model_dir.glob("*.safetensors")):
         command += ["--load-format", "dummy"]  # the learner's first publication brings the weights

@@ -26,6 +26,8 @@ class Event:
     """One sentence."""
     job: str | None = None
     """Slurm's job id."""
+    step: int = 0
+    """Learner steps in the newest checkpoint then."""
 
 
 class Events:
@@ -34,8 +36,8 @@ class Events:
     def __init__(self, path: Path):
         self.path = path
 
-    def add(self, kind: Kind, what: str = "", why: str = "") -> None:
-        event = Event(time.time(), kind, what, " ".join(why.split()), os.environ.get("SLURM_JOB_ID"))
+    def add(self, kind: Kind, what: str = "", why: str = "", step: int = 0) -> None:
+        event = Event(time.time(), kind, what, " ".join(why.split()), os.environ.get("SLURM_JOB_ID"), step)
         with self.path.open("a+b") as file:
             file.seek(max(0, file.tell() - 1))
             gap = b"" if file.read() in (b"", b"\n") else b"\n"
@@ -53,3 +55,14 @@ def read(path: Path) -> list[Event]:
         except ValueError:  # being written, or cut off by a crash
             continue
     return events
+
+
+def fruitless(events: list[Event]) -> list[Event]:
+    """The events since the last start that found more in the newest checkpoint than every start before it.
+
+    As many of them are starts as were made without any progress that outlives a launcher."""
+    begin, reached = 0, -1
+    for index, event in enumerate(events):
+        if event.kind == "start" and event.step > reached:
+            begin, reached = index, event.step
+    return events[begin:]
