@@ -54,9 +54,11 @@ def _ask_slurm(config: RunConfig, parts: list[str], dry_run: bool) -> None:
             raise UserError("no Slurm controller answers on this machine: submit from a login node, or use --dry-run")
         print("Slurm: no controller answers here, so partitions, GPUs and limits were not asked for")
         return
+    if not sbatch.SCRIPT.is_file():
+        raise UserError(f"{sbatch.SCRIPT} does not exist: submit from a checkout of the repository, whose package is "
+                        "installed with `make setup`")
     sbatch.check_nodes(config.cluster)
-    if sbatch.SCRIPT.is_file():
-        print(f"Slurm: {sbatch.test_only(parts)}")
+    print(f"Slurm: {sbatch.test_only(parts)}")
 
 
 def describe(config: RunConfig, model: Model) -> str:

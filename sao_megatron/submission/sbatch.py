@@ -63,8 +63,9 @@ def check_nodes(cluster: ClusterSection) -> None:
 
 def _check_partition(cluster: ClusterSection, partition: str | None, wanted: int) -> None:
     found = _nodes()
-    default = next((name for name, is_default, *_ in found if is_default), None)
-    name = partition or default
+    name = partition or next((name for name, is_default, *_ in found if is_default), None)
+    if name is None:
+        raise UserError("this cluster has no default partition: give cluster.learner_partition")
     if not (mine := [(count, gpus) for other, _, count, gpus in found if other == name]):
         known = ", ".join(sorted({other for other, *_ in found}))
         raise UserError(f"partition {name!r} is not on this cluster: its partitions are {known} "
