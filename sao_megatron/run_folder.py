@@ -27,6 +27,11 @@ class RunFolder:
         return self.path / "config.yaml"
 
     @property
+    def submitted_path(self) -> Path:
+        """The recipe as `sao-megatron submit` resolved it, beside the folder, which the job makes."""
+        return self.path.with_name(f"{self.path.name}.submitted.yaml")
+
+    @property
     def engines_path(self) -> Path:
         """JSON list of the engines' URLs, by index."""
         return self.path / "engines.json"

@@ -9,15 +9,11 @@ from pathlib import Path
 
 from sao_megatron.config import ClusterSection, RunConfig
 from sao_megatron.errors import RunError, UserError
+from sao_megatron.run_folder import RunFolder
 
 SCRIPT = Path(__file__).parents[2] / "slurm" / "train.sbatch"
 ASK_SECONDS = 30.0
 """For one of Slurm's commands."""
-
-
-def submitted_path(config: RunConfig) -> Path:
-    """The resolved recipe that the job reads: beside the run's folder, which the run makes itself."""
-    return config.runs_dir / f"{config.name}.submitted.yaml"
 
 
 def command(config: RunConfig, script: Path = SCRIPT) -> list[str]:
@@ -33,7 +29,7 @@ def command(config: RunConfig, script: Path = SCRIPT) -> list[str]:
                  *_component(cluster, cluster.rollout_nodes, cluster.rollout_partition)]
     else:
         parts = [*job, *_component(cluster, learners + cluster.rollout_nodes, cluster.learner_partition)]
-    return ["sbatch", *parts, str(script), str(submitted_path(config))]
+    return ["sbatch", *parts, str(script), str(RunFolder(config.run_dir).submitted_path)]
 
 
 def _component(cluster: ClusterSection, nodes: int, partition: str | None) -> list[str]:

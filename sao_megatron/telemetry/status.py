@@ -60,6 +60,9 @@ class Status:
 def collect(run_dir: Path) -> Status:
     """Raises UserError if this is not the folder of a run, RunError if its store cannot be read."""
     folder = RunFolder(run_dir)
+    if folder.submitted_path.is_file() and not folder.config_path.is_file():
+        raise UserError(f"{run_dir} was submitted, and its job has not begun yet: look at `squeue --me "
+                        f"--name={run_dir.name} --start`, and at {run_dir}.slurm-<job>.out if it is not in the queue")
     status = Status(folder.config(), time.time(), checkpoint=folder.checkpoints.latest(),
                     events=read(folder.events_path), sign_of_life=_last_write(folder))
     if folder.paused_path.is_file():
