@@ -29,7 +29,8 @@ class RunFolder:
     @property
     def submitted_path(self) -> Path:
         """The recipe as `sao-megatron submit` resolved it, beside the folder, which the job makes."""
-        return self.path.with_name(f"{self.path.name}.submitted.yaml")
+        path = self.path if self.path.name else self.path.absolute()
+        return path.with_name(f"{path.name}.submitted.yaml")
 
     @property
     def engines_path(self) -> Path:
