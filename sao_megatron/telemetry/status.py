@@ -32,8 +32,8 @@ SHOWN = 5
 WATCH_SECONDS = 5.0
 ENGINE_SECONDS = 2.0
 """For all engines to answer."""
-RESTARTS = {"restart", "engine_restart", "engine_lost", "requeue", "node_excluded", "hang", "failure"}
-"""Kinds of events that say that something went wrong."""
+USUAL = {"start", "end"}
+"""Kinds of events that say nothing of what went wrong."""
 
 
 @dataclass
@@ -168,7 +168,7 @@ def _checkpoint(status: Status) -> str:
 
 
 def _restarts(status: Status) -> list[tuple[str, str]]:
-    wrong = [event for event in status.events if event.kind in RESTARTS]
+    wrong = [event for event in status.events if event.kind not in USUAL]
     if not wrong:
         return [("restarts", "none")]
     lines = [("restarts", f"{len(wrong)}" + (f", the last {SHOWN}:" if len(wrong) > SHOWN else ":"))]
