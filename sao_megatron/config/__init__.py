@@ -16,6 +16,7 @@ from sao_megatron.config.model import ModelSection, ParallelSection
 from sao_megatron.config.rollouts import (
     EngineSection,
     EvaluationSection,
+    LimitsSection,
     PublicationSection,
     RolloutSection,
     TaskSection,
@@ -27,6 +28,6 @@ from sao_megatron.config.watching import AlarmSection, CheckpointSection, Tokens
 
 __all__ = [
     "AdamSection", "AlarmSection", "AlgorithmSection", "BatchSection", "CheckpointSection", "CriticAdamSection",
-    "CriticSection", "EngineSection", "EvaluationSection", "ModelSection", "ParallelSection", "PublicationSection",
-    "RolloutSection", "RunConfig", "SandboxSection", "Section", "TaskSection", "TokensSection", "WarmupSection",
-    "load", "parse", "save"]
+    "CriticSection", "EngineSection", "EvaluationSection", "LimitsSection", "ModelSection", "ParallelSection",
+    "PublicationSection", "RolloutSection", "RunConfig", "SandboxSection", "Section", "TaskSection", "TokensSection",
+    "WarmupSection", "load", "parse", "save"]
