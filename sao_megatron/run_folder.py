@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import secrets
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,6 +46,11 @@ class RunFolder:
         return self.path / "tokens"
 
     @property
+    def events_path(self) -> Path:
+        """Restarts and their causes (telemetry/events.py)."""
+        return self.path / "events.jsonl"
+
+    @property
     def paused_path(self) -> Path:
         """The learner trains nothing while this file exists (alarms.on_alarm=pause writes it)."""
         return self.path / "PAUSED"
@@ -67,13 +73,20 @@ class RunFolder:
         return self.path / "summary.json"
 
     @contextmanager
-    def lock(self) -> Iterator[None]:
-        """Be the only launcher of this run. Raises UserError if there is one; the lock ends with its process."""
+    def lock(self, patience: float = 0.0) -> Iterator[None]:
+        """Be the only launcher of this run. Raises UserError if there is one; the lock ends with its process.
+
+        `patience`: seconds to wait, as a file server may know late that a machine is dead."""
+        deadline = time.monotonic() + patience
         with (self.path / "lock").open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise UserError(f"{self.path} is running: end that `sao-megatron` first") from None
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except OSError:
+                    if time.monotonic() > deadline:
+                        raise UserError(f"{self.path} is running: end that `sao-megatron` first") from None
+                    time.sleep(1.0)
             yield
 
     def config(self) -> RunConfig:

@@ -40,6 +40,14 @@ class MicroBatch:
     last: np.ndarray
     """int64 [m]: packed position of each trajectory's last token, whose value is the one after the end."""
 
+    @property
+    def real(self) -> np.ndarray:
+        """bool [T]: no padding."""
+        real = np.zeros(len(self.tokens), bool)
+        for t, start in zip(self.trajectories, self.cu_seqlens, strict=False):
+            real[start:start + len(t)] = True
+        return real
+
 
 def pack(trajectories: list[Trajectory], packed_length: int, sequence_multiple: int = 1) -> MicroBatch:
     """Concatenate trajectories, each segment padded to a multiple of `sequence_multiple`, and pad to `packed_length`."""

@@ -12,14 +12,15 @@ from sao_megatron.trajectory.types import Status, Trajectory, TrajectoryBuilder
 EPS_LOW, EPS_HIGH = 0.3, 5.0
 
 
-def make_model(folder: Path, tied: bool = False, layers: int = 2, seed: int = 0):
-    """A tiny random Qwen3-MoE saved as an HF folder; returns it in float64 with the same weights."""
+def make_model(folder: Path, tied: bool = False, layers: int = 2, seed: int = 0, **sizes):
+    """A tiny random Qwen3-MoE saved as an HF folder; returns it in float64 with the same weights. `sizes`: fields of
+    its config."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
     torch.manual_seed(seed)
-    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**dict(
         vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2,
-        norm_topk_prob=True, tie_word_embeddings=tied, initializer_range=0.05, max_position_embeddings=512))
+        norm_topk_prob=True, tie_word_embeddings=tied, initializer_range=0.05, max_position_embeddings=512) | sizes))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:

@@ -38,7 +38,7 @@ def test_help_imports_nothing_heavy():
 
 # If one fails, a verb's help does not show how it is called.
 @pytest.mark.parametrize("verb", ["train", "engine", "sandbox", "controller", "learner", "presets", "summary",
-                                  "pretrain-value", "inspect"])
+                                  "pretrain-value", "inspect", "submit", "status"])
 def test_every_verb_has_an_example(verb, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main([verb, "--help"])

@@ -10,8 +10,11 @@ PACKAGE = ROOT / "sao_megatron"
 # Lower may not import higher, and those of one level may not import each other.
 LEVELS = [
     {"cli"},
+    {"submission"},
     {"roles", "launcher", "pretraining", "conversion"},
     {"watch"},
+    {"engine_watch", "hang"},
+    {"placement"},
     {"supervisor"},
     {"rollout", "learner"},
     {"weights", "telemetry"},
@@ -20,7 +23,7 @@ LEVELS = [
     {"algorithm"},
     {"run_folder"},
     {"checkpoints"},
-    {"config", "device", "child"},
+    {"config", "device", "child", "blame", "heartbeat"},
     {"errors"},
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
