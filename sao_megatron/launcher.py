@@ -6,6 +6,7 @@ Where they start is the placement's: this machine, or the nodes of the Slurm job
 """
 from __future__ import annotations
 
+import asyncio
 import shutil
 import time
 from pathlib import Path
@@ -177,6 +178,8 @@ def _watch(config: RunConfig, folder: RunFolder, placement: Placement, progress:
             store.set_state(summary.STARTED_AT, time.time())
         placement.check(supervisor, progress)
         folder.place_engines(placement.plan().urls)
+        if urls := placement.plan().sandbox_urls:
+            folder.place_sandboxes(urls)
         watch = Watch(config, placement, store, supervisor, progress)
         watch.start()
         progress.note(f"started {', '.join(supervisor.names)}; logs are in {supervisor.log_dir}")
@@ -202,7 +205,20 @@ def prepare(config: RunConfig, folder: RunFolder) -> None:
     value_head.check(config, hf_config)
     writers.check(config)
     check_task(config, load_task(config.task.name, config.task.options, model_dir), hf_config["vocab_size"])
+    check_sandbox(config)
     run_config.save(config, folder.config_path)
+
+
+def check_sandbox(config: RunConfig) -> None:
+    """Where the task runs code on this machine, whether it can be isolated here."""
+    from sao_megatron.rollout.tasks import runs_code
+    from sao_megatron.sandbox.pool import SandboxError, check
+    if config.mode != "replay" and not config.sandbox.servers and runs_code(config.task.name, config.task.options):
+        try:
+            asyncio.run(check(config.sandbox))
+        except SandboxError as error:
+            raise UserError(f"task.name: {config.task.name} runs a model's code, and {error}; or start servers on "
+                            f"machines that can (sandbox.servers)") from None
 
 
 def check_algorithm(config: RunConfig) -> None:

@@ -287,3 +287,9 @@ class PooledSession:
             if self._session:
                 await self._session.close()
             self._pool.give_back()
+
+
+async def check(section: SandboxSection) -> None:
+    """Whether this machine can do what the recipe wants. Raises SandboxError."""
+    async with Pool.of(section) as pool:
+        await pool.check()

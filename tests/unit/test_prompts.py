@@ -69,6 +69,16 @@ def test_order(tmp_path):
         source.evaluation(6)
 
 
+# If this fails, prompts cannot be made by a class of one's own.
+def test_prompts_of_a_class(tmp_path):
+    path = tmp_path / "made.py"
+    path.write_text("class Sums:\n    def __len__(self): return 50\n"
+                    "    def __getitem__(self, number): return {'answer': 2 * number}\n")
+    source = PromptSource(f"{path}:Sums", ["answer"], held_out=10)
+    assert sorted(source.row(index)[1]["answer"] for index in range(40)) != list(range(0, 80, 2))
+    assert len({source.row(index)[0] for index in range(40)} | {n for n, _ in source.evaluation(10)}) == 50
+
+
 # If this fails, evaluation draws from the training file though there is one of its own.
 def test_evaluation_file(tmp_path):
     path, other = write(tmp_path / "prompts", "jsonl"), tmp_path / "other.jsonl"

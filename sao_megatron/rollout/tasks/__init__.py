@@ -65,13 +65,15 @@ def _task_class(name: str) -> type:
             raise UserError(f"task {name} needs the package {known.package.split()[0]}: pip install {known.package}")
         module = importlib.import_module(f"sao_megatron.rollout.tasks.{known.module}")  # some take seconds
         return getattr(module, known.class_name)
-    path, colon, class_name = name.rpartition(":")
-    if not (colon and path.endswith(".py")):
+    if ".py:" not in name:
         raise UserError(f"unknown task {name!r}: known are {', '.join(_KNOWN)} and path/to/file.py:Class")
-    return _class_of_file(Path(path), class_name)
+    return load_class(name)
 
 
-def _class_of_file(path: Path, class_name: str) -> type:
+def load_class(name: str) -> type:
+    """That of `path/to/file.py:Class`. Raises UserError."""
+    file, _, class_name = name.rpartition(":")
+    path = Path(file)
     if not path.is_file():
         raise UserError(f"task file {path} does not exist")
     spec = importlib.util.spec_from_file_location(f"sao_task_{path.stem}", path)

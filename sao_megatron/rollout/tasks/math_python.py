@@ -24,8 +24,12 @@ SYSTEM = {
     "blocks": "Solve the problem step by step. To run Python code, end your turn with it in a block between ```python "
               "and ```; you are then shown what it prints. Give the final answer in \\boxed{}.",
 }
-_JUDGE = """
+_START_JUDGE = """
+import logging
+logging.disable()  # it warns that it sets itself no time limit; the sandbox does
 from math_verify import parse, verify
+"""
+_JUDGE = """
 print(verify(parse({gold!r}, parsing_timeout=None), parse({answer!r}, parsing_timeout=None), timeout_seconds=None))
 """
 JUDGE_SECONDS = 10.0
@@ -126,9 +130,11 @@ class _Problem:
             return True
         self.session = await self.task.sandbox.open()
         gold = last_boxed(self.gold) or self.gold
+        ready = await self.session.run(_START_JUDGE)
+        if ready.status != "ok":
+            raise RuntimeError(f"the judge does not start in the sandbox (is math_verify among sandbox.modules?): "
+                               f"{ready.text().strip()}")
         result = await self.session.run(_JUDGE.format(gold=f"${gold}$", answer=f"${answer}$"), JUDGE_SECONDS)
-        if result.status == "error" and "ModuleNotFoundError" in result.output:
-            raise RuntimeError(f"the judge cannot run in the sandbox: {result.output.strip().splitlines()[-1]}")
         return result.status == "ok" and result.output.strip() == "True"
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Prompts from files: JSONL (or .jsonl.gz), Parquet, a folder of either, or a Hugging Face dataset saved to disk.
+"""Prompts from files (JSONL, .jsonl.gz, Parquet, a folder of them, a Hugging Face dataset on disk) or from a class.
 
 Which row is the index-th prompt depends on index, seed and the file alone, so a restarted controller goes on where it
 was by counting. Each epoch is a new order of all training rows.
@@ -82,8 +82,15 @@ class Joined:
         return self.parts[part][number - (int(self.ends[part - 1]) if part else 0)]
 
 
-def read_rows(path: Path) -> Rows:
-    """The rows of a file or folder, folders in the order of their files' names. Raises UserError."""
+def read_rows(source: str | Path) -> Rows:
+    """The rows of a file or folder, folders in the order of their files' names. Raises UserError.
+
+    `path/to/file.py:Class` is a class that makes them: its object has a length and gives a dict for a number.
+    """
+    if ".py:" in str(source):
+        from sao_megatron.rollout.tasks import load_class
+        return load_class(str(source))()
+    path = Path(source)
     if not path.exists():
         raise UserError(f"prompts {path} do not exist: give a .jsonl or .parquet file, or a folder of them")
     try:
@@ -141,8 +148,8 @@ class PromptSource:
 
     def __init__(self, path: str | Path, fields: list[str], seed: int = 0, held_out: int = 0,
                  evaluation: str | Path | None = None):
-        self.rows, self.seed = read_rows(Path(path)), seed
-        self.evaluation_rows = read_rows(Path(evaluation)) if evaluation else self.rows
+        self.rows, self.seed = read_rows(path), seed
+        self.evaluation_rows = read_rows(evaluation) if evaluation else self.rows
         for rows, source in ((self.rows, path), (self.evaluation_rows, evaluation or path)):
             if not len(rows):
                 raise UserError(f"prompts {source} have no rows")
