@@ -237,6 +237,7 @@ def check_task(config: RunConfig, task, vocab_size: int) -> None:
         raise UserError(f"task.name: {config.task.name} uses token ids up to {task.vocab_size - 1}, the model's "
                         f"vocabulary has {vocab_size} (vocab_size of its config.json): choose a model with at least "
                         f"{task.vocab_size}")
+    task.evaluation_prompts(config.evaluation.episodes)  # refused now where there are not so many
     if config.warmup.steps:
         try:
             next(iter(task.demonstrations(1, config.seed)))
