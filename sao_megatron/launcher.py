@@ -194,6 +194,7 @@ def prepare(config: RunConfig, folder: RunFolder) -> None:
     """Check model, algorithm, layout and task (UserError), and write the run's folder."""
     from sao_megatron.learner import layout
     from sao_megatron.rollout.tasks import load_task
+    from sao_megatron.sandbox.pool import Pool
     from sao_megatron.telemetry import writers
     from sao_megatron.weights import value_head
     from sao_megatron.weights.hf import prepare_model, read_config
@@ -204,7 +205,8 @@ def prepare(config: RunConfig, folder: RunFolder) -> None:
     layout.check(config, hf_config)
     value_head.check(config, hf_config)
     writers.check(config)
-    check_task(config, load_task(config.task.name, config.task.options, model_dir), hf_config["vocab_size"])
+    task = load_task(config.task.name, config.task.options, model_dir, Pool.of(config.sandbox))  # as a controller
+    check_task(config, task, hf_config["vocab_size"])
     check_sandbox(config)
     run_config.save(config, folder.config_path)
 

@@ -163,7 +163,10 @@ class LocalSession:
         except ConnectionError:
             pass  # the answer, which is none, says so
         try:
-            result = CellResult(**await self.answer(seconds + ANSWER_SECONDS))
+            answer = await self.answer(seconds + ANSWER_SECONDS)
+            if "failed" in answer:
+                raise SandboxError(f"a sandbox session failed: {answer['failed']}")
+            result = CellResult(**answer)
         except BaseException:
             await self.close()  # whatever was under way must not answer the next cell
             raise

@@ -63,17 +63,17 @@ def watch(connection: socket.socket, limits: Limits, mapped_us) -> None:
 
     `mapped_us()` returns when somebody outside has given our user namespace its ids.
     """
+    warden = None
     try:
         warden = Warden(connection, limits, mapped_us)
-    except OSError as error:
-        _send(connection, {"failed": str(error)})
-        return
-    try:
         warden.serve()
     except _OwnerGone:
         pass
+    except OSError as error:
+        _send(connection, {"failed": str(error)})
     finally:
-        warden.end()
+        if warden:
+            warden.end()
 
 
 def _send(connection: socket.socket, message: dict) -> None:
@@ -122,7 +122,10 @@ class Warden:
             self.broken = True
             _send(self.connection, {"failed": self.output.text().strip() or "it did not become ready"})
             return
-        self.worker = self._processes()[1]
+        processes = self._processes()
+        if len(processes) < 2:
+            raise OSError("/proc does not list a process's children (CONFIG_PROC_CHILDREN)")
+        self.worker = processes[1]
         self.baseline = _usage(self.worker)[1]
         _send(self.connection, {"ready": True})
 

@@ -206,7 +206,8 @@ def test_refused(folder, name, options, match):
 
 # If this fails, a model whose template knows no calls is asked for some.
 def test_no_calls_without_a_format(tmp_path, questions):
-    plain = chat_folder.save(tmp_path, "forgetful")
+    plain, sandbox = chat_folder.save(tmp_path, "forgetful"), Pool(Limits(), 1, 1, 0, [])
     with pytest.raises(UserError, match="tool_parser"):
-        load_task("math_python", {"prompts": questions}, plain)
+        load_task("math_python", {"prompts": questions}, plain, sandbox)
+    load_task("math_python", {"prompts": questions}, plain)  # as the learner does, without SGLang
     load_task("math_python", {"prompts": questions, "tools": "blocks"}, plain)

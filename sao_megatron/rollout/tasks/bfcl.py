@@ -57,7 +57,7 @@ class Bfcl(ChatTask):
         if category not in CATEGORIES:
             raise ValueError(f"category={category!r}: expected one of {', '.join(CATEGORIES)}")
         super().__init__(model_dir, tool_parser)
-        _ = self.template.tool_parser.name  # refused now where the template knows no calls
+        self.check_calls(sandbox)
         self.name, self.sandbox, self.category = f"bfcl/{category}", sandbox, category
         self.source = PromptSource(_data(f"BFCL_v4_multi_turn_{category}.json"), ["id", "question", "initial_config",
                                    "involved_classes"], seed, held_out)

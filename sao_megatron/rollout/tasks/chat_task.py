@@ -7,6 +7,7 @@ from pathlib import Path
 
 from sao_megatron.rollout.chat import ChatTemplate, Continuation
 from sao_megatron.rollout.tasks.base import Step
+from sao_megatron.sandbox.pool import Sandbox
 from sao_megatron.trajectory.types import Trajectory
 
 _FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
@@ -21,6 +22,12 @@ class ChatTask:
         self.template = ChatTemplate.load(model_dir, tool_parser)
         self.vocab_size = self.template.vocab_size
         self.stop_token_ids = self.template.stop_token_ids
+
+    def check_calls(self, sandbox: Sandbox | None) -> None:
+        """Raises UserError where the template knows no tool calls. Not in the learner, which has no sandbox: it must
+        not import SGLang, whose parsers read the calls."""
+        if sandbox is not None:
+            _ = self.template.tool_parser.name
 
     def ended(self, action: list[int]) -> bool:
         """Whether the model has ended its turn, and no budget has."""

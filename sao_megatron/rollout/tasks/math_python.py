@@ -54,7 +54,7 @@ class MathPython(ChatTask):
             raise ValueError(f"tools={tools!r}: expected calls or blocks")
         super().__init__(model_dir, tool_parser)
         if tools == "calls":
-            _ = self.template.tool_parser.name  # refused now where the template knows no calls
+            self.check_calls(sandbox)
         self.sandbox, self.tools, self.max_turns = sandbox, tools, calls + 1
         self.system = SYSTEM[tools] if system is None else system
         self.question, self.answer = question, answer
