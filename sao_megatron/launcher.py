@@ -6,6 +6,7 @@ Where they start is the placement's: this machine, or the nodes of the Slurm job
 """
 from __future__ import annotations
 
+import asyncio
 import shutil
 import time
 from pathlib import Path
@@ -181,6 +182,8 @@ def _watch(config: RunConfig, folder: RunFolder, placement: Placement, progress:
             store.set_state(summary.STARTED_AT, time.time())
         placement.check(supervisor, progress)
         folder.place_engines(placement.plan().urls)
+        if urls := placement.plan().sandbox_urls:
+            folder.place_sandboxes(urls)
         watch = Watch(config, placement, store, supervisor, progress)
         watch.start()
         progress.note(f"started {', '.join(supervisor.names)}; logs are in {supervisor.log_dir}")
@@ -195,6 +198,7 @@ def prepare(config: RunConfig, folder: RunFolder) -> None:
     """Check model, algorithm, layout and task (UserError), and write the run's folder."""
     from sao_megatron.learner import layout
     from sao_megatron.rollout.tasks import load_task
+    from sao_megatron.sandbox.pool import Pool
     from sao_megatron.telemetry import writers
     from sao_megatron.weights import value_head
     from sao_megatron.weights.hf import prepare_model, read_config
@@ -205,8 +209,22 @@ def prepare(config: RunConfig, folder: RunFolder) -> None:
     layout.check(config, hf_config)
     value_head.check(config, hf_config)
     writers.check(config)
-    check_task(config, load_task(config.task.name, config.task.options, model_dir), hf_config["vocab_size"])
+    task = load_task(config.task.name, config.task.options, model_dir, Pool.of(config.sandbox))  # as a controller
+    check_task(config, task, hf_config["vocab_size"])
+    check_sandbox(config)
     run_config.save(config, folder.config_path)
+
+
+def check_sandbox(config: RunConfig) -> None:
+    """Where the task runs code on this machine, whether it can be isolated here."""
+    from sao_megatron.rollout.tasks import runs_code
+    from sao_megatron.sandbox.pool import SandboxError, check
+    if config.mode != "replay" and not config.sandbox.servers and runs_code(config.task.name, config.task.options):
+        try:
+            asyncio.run(check(config.sandbox))
+        except SandboxError as error:
+            raise UserError(f"task.name: {config.task.name} runs a model's code, and {error}; or start servers on "
+                            f"machines that can (sandbox.servers)") from None
 
 
 def check_algorithm(config: RunConfig) -> None:
@@ -225,6 +243,7 @@ def check_task(config: RunConfig, task, vocab_size: int) -> None:
         raise UserError(f"task.name: {config.task.name} uses token ids up to {task.vocab_size - 1}, the model's "
                         f"vocabulary has {vocab_size} (vocab_size of its config.json): choose a model with at least "
                         f"{task.vocab_size}")
+    task.evaluation_prompts(config.evaluation.episodes)  # refused now where there are not so many
     if config.warmup.steps:
         try:
             next(iter(task.demonstrations(1, config.seed)))

@@ -51,7 +51,8 @@ async def _control(folder: RunFolder, config: RunConfig, store) -> None:
         await _first(_healthy(client, deadline, config.engine.start_timeout) for client in clients)
         looking = asyncio.create_task(watch_engines(clients, store))
         stack.callback(looking.cancel)
-        await run_controller(config, _task(folder, config), store, clients)
+        sandbox = await stack.enter_async_context(_sandbox(folder, config))
+        await run_controller(config, _task(folder, config, sandbox), store, clients)
 
 
 async def _first(waits) -> None:
@@ -109,6 +110,6 @@ def learner(run_dir: Path) -> None:
     loop.main(config, folder.path, _task(folder, config))
 
 
-def _task(folder: RunFolder, config: RunConfig):
+def _task(folder: RunFolder, config: RunConfig, sandbox=None):
     from sao_megatron.rollout.tasks import load_task
-    return load_task(config.task.name, config.task.options, folder.model_dir(config))
+    return load_task(config.task.name, config.task.options, folder.model_dir(config), sandbox)

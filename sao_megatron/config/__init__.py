@@ -17,6 +17,7 @@ from sao_megatron.config.model import ModelSection, ParallelSection
 from sao_megatron.config.rollouts import (
     EngineSection,
     EvaluationSection,
+    LimitsSection,
     PublicationSection,
     RolloutSection,
     TaskSection,
@@ -38,6 +39,7 @@ __all__ = [
     "CriticSection",
     "EngineSection",
     "EvaluationSection",
+    "LimitsSection",
     "ModelSection",
     "ParallelSection",
     "Placement",
