@@ -74,6 +74,15 @@ def _start_children_by_fork() -> None:
     import sglang.srt.managers.scheduler  # noqa: F401
 
 
+def _keep_routed_experts_in_plain_memory() -> None:
+    """Upstream gap: what --enable-return-routed-experts keeps on the host is always registered with the CUDA driver
+    (`sglang.srt.mem_cache.pool_host.common`), on a CPU too."""
+    import torch
+    from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
+
+    ALLOC_MEMORY_FUNCS["cpu"] = lambda dims, dtype, **_: torch.empty(dims, dtype=dtype)
+
+
 def main(arguments: list[str]) -> None:
     """Serve until terminated; `arguments` are those of `sglang.launch_server`."""
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
@@ -86,6 +95,7 @@ def main(arguments: list[str]) -> None:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
+    _keep_routed_experts_in_plain_memory()
     _start_children_by_fork()
     try:
         run_server(prepare_server_args(arguments))

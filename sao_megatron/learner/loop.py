@@ -19,7 +19,7 @@ from sao_megatron.checkpoints import Checkpoint, check_same_run
 from sao_megatron.config import RunConfig
 from sao_megatron.errors import RunError
 from sao_megatron.learner import checkpoint
-from sao_megatron.learner.bookkeeping import Clock, batch_metrics, flat_settings
+from sao_megatron.learner.bookkeeping import Clock, batch_metrics, flat_settings, replayed_share
 from sao_megatron.learner.records import gather_records
 from sao_megatron.learner.trainer import StepResult, Trainer
 from sao_megatron.run_folder import RunFolder
@@ -149,6 +149,8 @@ class Learner:
         result = self.trainer.train_step(trajectories, self.version, update_policy, self.clock.phase)
         self._record(step, trajectories, result)
         metrics = result.metrics | batch_metrics(trajectories, self.version) | {"policy_updated": update_policy}
+        if self.config.rollout.routing_replay:
+            metrics["routing/replayed"] = replayed_share(trajectories)
         self.updates += update_policy
         if self.is_head:
             metrics |= self._rates(metrics)

@@ -36,6 +36,8 @@ class EpisodeSettings:
     """Seconds in which an engine that aborts must sample a token again."""
     rollouts_per_prompt: int = 1
     """This many consecutive seqs are one group."""
+    routing_replay: bool = False
+    """Record the experts that each token was routed to."""
 
     @classmethod
     def of(cls, config: RunConfig, **changes) -> EpisodeSettings:
@@ -45,7 +47,7 @@ class EpisodeSettings:
             temperature=config.algorithm.temperature, max_new_tokens=rollout.max_new_tokens,
             max_tokens=rollout.max_tokens, environment_retries=rollout.environment_retries,
             request_timeout=rollout.request_timeout,
-            rollouts_per_prompt=preset.rollouts_per_prompt) | changes)
+            rollouts_per_prompt=preset.rollouts_per_prompt, routing_replay=rollout.routing_replay) | changes)
 
 
 async def run_episode(client: Generator, task: Task, prompt: Prompt, settings: EpisodeSettings, seq: int) -> Trajectory:
@@ -91,7 +93,8 @@ class _Attempt:
         self.turns = 0
 
     def _begin(self, prompt_tokens: list[int]) -> TrajectoryBuilder:
-        return TrajectoryBuilder(prompt_tokens, self.prompt.id, self.task.name, self.group_id)
+        return TrajectoryBuilder(prompt_tokens, self.prompt.id, self.task.name, self.group_id,
+                                 self.settings.routing_replay)
 
     async def outcome(self) -> tuple[Status, dict]:
         """Play; returns the status and the trajectory's info."""
@@ -136,8 +139,10 @@ class _Attempt:
         while True:
             answer = await self.client.generate(
                 builder.tokens, max_new_tokens=budget - len(action), temperature=settings.temperature,
-                stop_token_ids=task.stop_token_ids)
+                stop_token_ids=task.stop_token_ids, **builder.wanted_routing())
             builder.add_action(answer.tokens, answer.logprobs, answer.versions)
+            if settings.routing_replay:
+                builder.add_routing(answer.routing)
             action += answer.tokens
             if answer.finish == "stop" and action:
                 return action, False

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from sao_megatron.trajectory.routing import Routing, join
+
 UNSAMPLED = -1  # version of a token that no engine sampled
 
 
@@ -47,6 +49,8 @@ class Trajectory:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     info: dict[str, Any] = field(default_factory=dict)
     """Free, JSON-able: timings, task outcome, error text."""
+    routing: Routing | None = None
+    """T rows: the experts that the engine chose, where rollout.routing_replay had them recorded."""
 
     def __post_init__(self):
         for name, dtype in _ARRAYS.items():
@@ -54,6 +58,8 @@ class Trajectory:
             if array.ndim != 1 or len(array) != len(self.tokens):
                 self._fault(name, f"has shape {array.shape}, expected ({len(self.tokens)},), one entry per token")
             setattr(self, name, array.astype(dtype, copy=False))
+        if self.routing is not None and len(self.routing) != len(self.tokens):
+            self._fault("routing", f"has {len(self.routing)} rows, expected {len(self.tokens)}, one per token")
         self.status = Status(self.status)
         if self.status is Status.ERROR:
             return
@@ -110,7 +116,9 @@ _ARRAYS = {"tokens": np.int32, "action_mask": np.bool_, "rollout_logprobs": np.f
 class TrajectoryBuilder:
     """Grows a trajectory token by token as an episode runs; nothing is ever re-tokenised."""
 
-    def __init__(self, prompt_tokens: list[int], prompt_id: str, task: str, group_id: str = ""):
+    def __init__(self, prompt_tokens: list[int], prompt_id: str, task: str, group_id: str = "",
+                 record_routing: bool = False):
+        self.record_routing, self._routing = record_routing, []
         self.tokens: list[int] = list(prompt_tokens)
         self._logprobs = [np.nan] * len(self.tokens)
         self._versions = [UNSAMPLED] * len(self.tokens)
@@ -125,6 +133,20 @@ class TrajectoryBuilder:
             raise ValueError(f"action of {len(tokens)} tokens came with {len(logprobs)} log-probs and "
                              f"{len(versions)} versions")
         self._extend(tokens, logprobs, versions)
+
+    def wanted_routing(self) -> dict[str, int]:
+        """What to ask the engine for besides tokens: the routing of every token that has none yet, if any is recorded.
+        """
+        return {"routing_from": sum(map(len, self._routing))} if self.record_routing else {}
+
+    def add_routing(self, routing: Routing | None) -> None:
+        """Append the answer to `wanted_routing`, after `add_action`: rows up to the token before the last."""
+        if not self.record_routing or routing is None:
+            return
+        self._routing.append(routing)
+        rows = sum(map(len, self._routing))
+        if rows != len(self.tokens) - 1:
+            raise ValueError(f"{rows} rows of routing came for {len(self.tokens)} tokens, expected one row less")
 
     def add_observation(self, tokens: list[int]) -> None:
         """Append the environment's answer and begin the next turn."""
@@ -151,23 +173,40 @@ class TrajectoryBuilder:
         return Trajectory(tokens=np.array(self.tokens, np.int32), action_mask=versions != UNSAMPLED,
                           rollout_logprobs=np.array(self._logprobs, np.float32), versions=versions,
                           turns=np.array(self._turns, np.int16), rewards=np.array(self._rewards, np.float32),
-                          status=status, info=info, **self._identity)
+                          status=status, info=info, routing=join(self._routing, len(self.tokens)), **self._identity)
 
 
 def encode(trajectory: Trajectory) -> bytes:
-    """One blob: length of the JSON header (4 bytes, little-endian), header, then the arrays' bytes in order."""
+    """One blob: length of the JSON header (4 bytes, little-endian), header, then the arrays' bytes in order.
+
+    Routing is the last two of them, where there is any; the header then has its width and dtype.
+    """
     header = {name: getattr(trajectory, name) for name in ("prompt_id", "task", "group_id", "status", "id", "info")}
-    header = json.dumps(header | {"length": len(trajectory)}).encode()
-    arrays = [np.ascontiguousarray(getattr(trajectory, name)).tobytes() for name in _ARRAYS]
-    return b"".join([len(header).to_bytes(4, "little"), header, *arrays])
+    header |= {"length": len(trajectory)}
+    arrays = [getattr(trajectory, name) for name in _ARRAYS]
+    if trajectory.routing is not None:
+        experts = trajectory.routing.experts
+        header |= {"routing": [experts.shape[1], experts.dtype.name]}
+        arrays += [trajectory.routing.recorded, experts]
+    text = json.dumps(header).encode()
+    return b"".join([len(text).to_bytes(4, "little"), text, *(np.ascontiguousarray(a).tobytes() for a in arrays)])
 
 
 def decode(blob: bytes) -> Trajectory:
     """Inverse of `encode`; validates again."""
     start = 4 + int.from_bytes(blob[:4], "little")
     header = json.loads(blob[4:start])
-    length, arrays = header.pop("length"), {}
-    for name, dtype in _ARRAYS.items():
-        arrays[name] = np.frombuffer(blob, dtype, length, start)
-        start += length * np.dtype(dtype).itemsize
-    return Trajectory(**arrays, **header)
+    length, width_and_dtype = header.pop("length"), header.pop("routing", None)
+
+    def take(dtype, count: int) -> np.ndarray:
+        nonlocal start
+        array = np.frombuffer(blob, dtype, count, start)
+        start += array.nbytes
+        return array
+    arrays = {name: take(dtype, length) for name, dtype in _ARRAYS.items()}
+    routing = None
+    if width_and_dtype:
+        width, dtype = width_and_dtype
+        recorded = take(np.bool_, length)
+        routing = Routing(take(dtype, length * width).reshape(length, width), recorded)
+    return Trajectory(**arrays, **header, routing=routing)

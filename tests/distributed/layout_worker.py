@@ -31,9 +31,10 @@ def gather_export(shards: ShardMap) -> dict[str, np.ndarray]:
     return {name: tensor for part in parts for name, tensor in part.items()}
 
 
-def policy_gradients(hf_config, source, parallel, data, token_budget: int):
+def policy_gradients(hf_config, source, parallel, data, token_budget: int, adapt=lambda module: None):
     """Exported gradients of the policy loss (plain DDP, so that every rank holds whole reduced gradients)."""
     module = models.build(hf_config, parallel, torch.float32)
+    adapt(module)
     shards = ShardMap(module, hf_config)
     shards.load(source)
     ddp = DistributedDataParallel(module.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), module)

@@ -1,0 +1,114 @@
+"""One rank of test_routing_replay.py: log-probs and gradients with recorded routing under several layouts."""
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from sao_megatron.learner import runtime
+import numpy as np
+import torch.distributed as dist
+from layout_worker import policy_gradients
+
+from sao_megatron import config as configs
+from sao_megatron.errors import RunError
+from sao_megatron.learner.passes import local_batches
+from sao_megatron.learner.routing_replay import RoutingReplay
+from sao_megatron.learner.trainer import Trainer
+from sao_megatron.trajectory.routing import Routing
+from sao_megatron.weights import hf
+
+
+def make_learner(model_dir: Path, parallel, budget: int, replay: bool = True) -> Trainer:
+    config = configs.parse(dict(
+        name="t", model=dict(path=str(model_dir), dtype="float32"), parallel=parallel.model_dump(),
+        task=dict(name="random"), batch=dict(tokens_per_micro_batch=budget), rollout=dict(routing_replay=replay)))
+    return Trainer(config, hf.read_config(model_dir), hf.SafetensorsFolder(model_dir))
+
+
+def adapt(recompute: bool):
+    """Replay in a model, which computes its activations twice with `recompute`."""
+    def change(module):
+        RoutingReplay(module)
+        if recompute:
+            module.config.recompute_granularity, module.config.recompute_method = "full", "uniform"
+            module.config.recompute_num_layers = 1
+    return change
+
+
+class Recorder:
+    """Keeps what a router chooses by itself."""
+
+    def get_replay_topk(self, scores, topk, num_groups=None, group_topk=None, default_compute_topk=None):
+        values, self.experts = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        return values, self.experts
+
+
+def own_routing(free: Trainer, trajectories: list) -> list:
+    """The trajectories with the routing that the learner itself chooses for every token (one process)."""
+    recorders = [Recorder() for _ in free.policy_ddp.module.decoder.layers]
+    for layer, recorder in zip(free.policy_ddp.module.decoder.layers, recorders, strict=True):
+        layer.mlp.router.router_replay = recorder
+    scores = free.score(trajectories)
+    [batch] = [batch.source for batch in local_batches(trajectories, free.config)]
+    experts = np.concatenate([recorder.experts.numpy() for recorder in recorders], 1).astype(np.uint8)
+    rows = {t.id: experts[start:start + len(t)]
+            for t, start in zip(batch.trajectories, batch.cu_seqlens, strict=False)}
+    return scores, [with_routing(t, rows[t.id]) for t in trajectories]
+
+
+def with_routing(trajectory, experts, recorded=None):
+    recorded = np.ones(len(trajectory), bool) if recorded is None else recorded
+    return replace(trajectory, routing=Routing(experts, recorded))
+
+
+def refusal(learner: Trainer, trajectory, experts) -> str:
+    try:
+        learner.score([with_routing(trajectory, experts)])
+    except RunError as error:
+        return str(error)
+    return "not refused"
+
+
+def one_process(model_dir: Path, parallel, trajectories: list) -> dict:
+    """Differences of log-probs by what was replayed, and refusals."""
+    free, learner = (make_learner(model_dir, parallel, 10_000, replay) for replay in (False, True))
+    scores, own = own_routing(free, trajectories)
+    worst = {"own": own, "other": [with_routing(t, (t.routing.experts + 1) % 8) for t in own],
+             "not recorded": [with_routing(t, t.routing.experts * 0, np.zeros(len(t), bool)) for t in own]}
+    for name, changed in worst.items():
+        worst[name] = max(float(np.abs(a - b).max()) for a, b in zip(learner.score(changed), scores, strict=True))
+    first, experts = own[0], own[0].routing.experts
+    worst["refusals"] = {"equal": refusal(learner, first, experts * 0), "large": refusal(learner, first, experts + 8),
+                         "narrow": refusal(learner, first, experts[:, 1:])}
+    return worst | {"id": first.id}
+
+
+def main(folder: Path, layouts: list[dict]) -> None:
+    data = pickle.loads((folder / "data.pkl").read_bytes())
+    expected, hf_config = dict(np.load(folder / "gradients.npz")), hf.read_config(folder / "model")
+    results = {}
+    for spec in layouts:
+        spec = dict(spec)
+        name, budget, recompute = spec.pop("name"), spec.pop("budget"), spec.pop("recompute", False)
+        parallel = configs.ParallelSection(ranks=int(os.environ["WORLD_SIZE"]), **spec)
+        runtime.initialize(parallel, seed=0)
+        gradients, *_ = policy_gradients(hf_config, hf.SafetensorsFolder(folder / "model"), parallel, data, budget,
+                                         adapt(recompute))
+        scores = make_learner(folder / "model", parallel, budget).score(data["trajectories"])
+        results[name] = dict(
+            gradient={k: float(np.linalg.norm(gradients[k] - v) / (np.linalg.norm(v) or 1.0))
+                      for k, v in expected.items()},
+            logprob=max(float(np.abs(a - b).max()) for a, b in zip(scores, data["logprobs"], strict=True)))
+        if parallel.ranks == 1 and "one process" not in results:
+            results["one process"] = one_process(folder / "model", parallel, data["trajectories"])
+    if dist.get_rank() == 0:
+        (folder / f"results-{dist.get_world_size()}.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))
+    dist.destroy_process_group()
