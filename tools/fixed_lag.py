@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from sao_megatron import config as run_config
 from sao_megatron.config import RunConfig
-from sao_megatron.errors import RunError
+from sao_megatron.errors import RunError, UserError
 from sao_megatron.learner.sampler import Sampler
 from sao_megatron.learner.trainer import Trainer
 from sao_megatron.rollout.episode import EpisodeSettings, run_episode
@@ -53,6 +53,9 @@ def initialize(config: RunConfig) -> None:
 class FixedLag:
     def __init__(self, config: RunConfig, lag: int, start: dict | None = None):
         """`start` is a policy state dict in place of the supervised warm-up."""
+        if config.rollout.routing_replay:
+            raise UserError("rollout.routing_replay: the sampler here is the learner's own model and needs no replay: "
+                            "set it to false")
         initialize(config)
         self.config, self.lag = config, lag
         self.hf_config = hf.canonical(config.model.fresh)

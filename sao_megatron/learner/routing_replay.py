@@ -68,6 +68,8 @@ class RoutingReplay:
 
     def __init__(self, model: GPTModel):
         self.config = model.config
+        if self.config.moe_router_fusion:
+            raise ValueError("moe_router_fusion: Megatron-Core's fused router asks nobody for its top-k")
         self.layers = [layer for layer in model.decoder.layers if isinstance(layer.mlp, MoELayer)]
         self.routers = [ReplayedRouter() for _ in self.layers]
         for layer, router in zip(self.layers, self.routers, strict=True):

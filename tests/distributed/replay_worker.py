@@ -12,6 +12,7 @@ from sao_megatron.learner import runtime
 import numpy as np
 import torch.distributed as dist
 from layout_worker import policy_gradients
+from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from sao_megatron import config as configs
 from sao_megatron.errors import RunError
@@ -43,18 +44,24 @@ class Recorder:
     """Keeps what a router chooses by itself."""
 
     def get_replay_topk(self, scores, topk, num_groups=None, group_topk=None, default_compute_topk=None):
-        values, self.experts = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        return values, self.experts
+        values, experts = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        self.experts = experts.numpy()
+        return values, experts
 
 
-def own_routing(free: Trainer, trajectories: list) -> list:
-    """The trajectories with the routing that the learner itself chooses for every token (one process)."""
+def own_routing(free: Trainer, trajectories: list) -> tuple:
+    """(Scores, the trajectories with the routing that the learner itself chooses for every token); one process.
+
+    Layers without experts have zeros, as SGLang's do.
+    """
     recorders = [Recorder() for _ in free.policy_ddp.module.decoder.layers]
     for layer, recorder in zip(free.policy_ddp.module.decoder.layers, recorders, strict=True):
-        layer.mlp.router.router_replay = recorder
+        if isinstance(layer.mlp, MoELayer):
+            layer.mlp.router.router_replay = recorder
     scores = free.score(trajectories)
     [batch] = [batch.source for batch in local_batches(trajectories, free.config)]
-    experts = np.concatenate([recorder.experts.numpy() for recorder in recorders], 1).astype(np.uint8)
+    nothing = np.zeros((len(batch.tokens), free.hf_config["num_experts_per_tok"]), np.int64)
+    experts = np.concatenate([getattr(recorder, "experts", nothing) for recorder in recorders], 1).astype(np.uint8)
     rows = {t.id: experts[start:start + len(t)]
             for t, start in zip(batch.trajectories, batch.cu_seqlens, strict=False)}
     return scores, [with_routing(t, rows[t.id]) for t in trajectories]
@@ -103,8 +110,9 @@ def main(folder: Path, layouts: list[dict]) -> None:
             gradient={k: float(np.linalg.norm(gradients[k] - v) / (np.linalg.norm(v) or 1.0))
                       for k, v in expected.items()},
             logprob=max(float(np.abs(a - b).max()) for a, b in zip(scores, data["logprobs"], strict=True)))
-        if parallel.ranks == 1 and "one process" not in results:
-            results["one process"] = one_process(folder / "model", parallel, data["trajectories"])
+        if parallel.ranks == 1 and "one process, model" not in results:
+            for model in ("model", "deepseek_v3"):
+                results[f"one process, {model}"] = one_process(folder / model, parallel, data["trajectories"])
     if dist.get_rank() == 0:
         (folder / f"results-{dist.get_world_size()}.json").write_text(json.dumps(results))
 

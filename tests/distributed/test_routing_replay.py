@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
+from family_models import make
 from reference import (
     hf_gradients,
     hf_logprobs,
@@ -74,6 +75,7 @@ def results(tmp_path_factory, run_ranks):
             set_rollout_logprobs(model, [t], seed=number)
             logprobs.append(hf_logprobs(model, t).detach().numpy())
             (naive_policy_loss(model, [t], [advantages[t.id]]) * t.num_actions / count).backward()
+    make("deepseek_v3", folder)
     np.savez(folder / "gradients.npz", **hf_gradients(model))
     (folder / "data.pkl").write_bytes(pickle.dumps(
         dict(trajectories=trajectories, advantages=advantages, logprobs=logprobs)))
@@ -97,20 +99,25 @@ def test_gradient_equals_hf_with_the_same_routing(results, name):
     assert worst[1] < 1e-5, worst
 
 
-# If this fails, replay changes more than the choice of experts, or tokens without a record are not routed freely.
-def test_own_routing_changes_nothing(results):
-    assert results["one process"]["own"] == 0.0
-    assert results["one process"]["not recorded"] == 0.0
+ONE_PROCESS = [f"one process, {model}" for model in ("model", "deepseek_v3")]
+"""The second has a dense layer, a router with groups, sigmoids and a correction bias, and shared experts."""
 
 
-# If this fails, recorded routing is ignored.
-def test_other_routing_changes_logprobs(results):
-    assert results["one process"]["other"] > 1e-2
+# If one fails, replay changes more than the choice of experts, or tokens without a record are not routed freely.
+@pytest.mark.parametrize("name", ONE_PROCESS)
+def test_own_routing_changes_nothing(results, name):
+    assert results[name]["own"] == results[name]["not recorded"] == 0.0
+
+
+# If one fails, recorded routing is ignored.
+@pytest.mark.parametrize("name", ONE_PROCESS)
+def test_other_routing_changes_logprobs(results, name):
+    assert results[name]["other"] > 1e-2
 
 
 # If this fails, a record that is none makes a dispatcher lose count of its tokens, or the wrong one is named.
 def test_impossible_records_are_refused(results):
-    one = results["one process"]
+    one = results["one process, model"]
     for name in ("equal", "large"):
         assert f"trajectory {one['id']}: the engine recorded experts" in one["refusals"][name]
         assert "expected 2 different ones of 8" in one["refusals"][name]

@@ -5,7 +5,9 @@ import numpy as np
 import pytest
 
 from sao_megatron.engine.reply import read_generation
+from sao_megatron.errors import UserError
 from sao_megatron.trajectory.packing import pack
+from sao_megatron.trajectory.recorded import find_store
 from sao_megatron.trajectory.routing import Routing
 from sao_megatron.trajectory.store import Store
 from sao_megatron.trajectory.types import Trajectory, TrajectoryBuilder, decode, encode
@@ -88,6 +90,20 @@ def test_builder_and_store_keep_each_row_at_its_token(tmp_path, top, width):
     # one byte a token says whether it is recorded; the header holds width and dtype
     assert len(encode(before)) - len(encode(plain)) < 9 * (2 * width + 1) + 40
     assert decode(encode(plain)).routing is None
+
+
+# If this fails, a replay that asks for recorded routing trains without any.
+def test_a_store_without_routing_is_refused(tmp_path):
+    for name, record in (("with", True), ("without", False)):
+        trajectory = recorded_trajectory()
+        if not record:
+            trajectory.routing = None
+        with Store(tmp_path / name) as store:
+            store.append(trajectory, 0)
+    assert find_store(tmp_path / "with", 1, routing=True) == tmp_path / "with"
+    assert find_store(tmp_path / "without", 1) == tmp_path / "without"
+    with pytest.raises(UserError, match=r"rollout.routing_replay=true: .*without was recorded without routing"):
+        find_store(tmp_path / "without", 1, routing=True)
 
 
 # If this fails, a lost or doubled row shifts all later ones.
