@@ -87,8 +87,9 @@ class RoutingReplay:
         k, layers = self.config.moe_router_topk, self.config.num_layers
         width = batch.routing.experts.shape[1]
         if width != layers * k:
-            raise RunError(f"trajectory {batch.trajectories[0].id} or one near it has {width} routed experts a token, "
-                           f"this model {layers} layers times {k}: it was recorded with another model")
+            one = next(t for t in batch.trajectories if t.routing is not None)
+            raise RunError(f"trajectory {one.id} has {width} routed experts a token, this model {layers} layers times "
+                           f"{k}: it was recorded with another model")
         rows = self._rows(batch)
         columns = np.add.outer([(layer.layer_number - 1) * k for layer in self.layers], np.arange(k))
         # [layers, rows, k], so that each layer's part is contiguous
@@ -113,10 +114,9 @@ class RoutingReplay:
                  | (ordered[..., 0] < 0)) & recorded
         if wrong.any():
             layer, row = wrong.nonzero()[0].tolist()
-            sequence = int(np.searchsorted(batch.cu_seqlens, rows[row], side="right")) - 1
-            token = rows[row] - batch.cu_seqlens[sequence]
-            raise RunError(f"trajectory {batch.trajectories[sequence].id}: the engine recorded experts "
-                           f"{experts[layer, row].tolist()} for token {token} in layer "
-                           f"{self.layers[layer].layer_number - 1}, expected {experts.shape[-1]} different ones of "
+            owner = batch.trajectories[int(np.searchsorted(batch.last, rows[row]))]
+            raise RunError(f"trajectory {owner.id}: the engine recorded experts {experts[layer, row].tolist()} for its "
+                           f"token {batch.positions[rows[row]]} in layer {self.layers[layer].layer_number - 1}, expected "
+                           f"{experts.shape[-1]} different ones of "
                            f"{self.config.num_moe_experts}: set rollout.routing_replay=false if its SGLang does not "
                            f"report the routing of this architecture")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sao_megatron.trajectory.routing import Routing, join, not_recorded
+from sao_megatron.trajectory.routing import Routing, place
 from sao_megatron.trajectory.types import Trajectory
 
 
@@ -66,18 +66,8 @@ def pack(trajectories: list[Trajectory], packed_length: int, sequence_multiple: 
         rewards=actions("rewards", np.float32), versions=actions("versions", np.int32),
         lengths=np.array([t.num_actions for t in trajectories], np.int64),
         last=np.array([start + len(t) - 1 for t, start in zip(trajectories, starts, strict=False)], np.int64),
-        routing=_pack_routing(trajectories, lengths))
-
-
-def _pack_routing(trajectories: list[Trajectory], lengths: list[int]) -> Routing | None:
-    """Rows of every trajectory, padded to its packed length, and of the padding at the end."""
-    some = next((t.routing for t in trajectories if t.routing), None)
-    if some is None:
-        return None
-    parts = []
-    for t, length in zip(trajectories, lengths, strict=False):
-        parts.append(join([t.routing or not_recorded(len(t), some)], length))
-    return join(parts, sum(lengths))
+        routing=place([(slice(start, start + len(t)), t.routing) for t, start in zip(trajectories, starts, strict=False)
+                       if t.routing is not None], packed_length))
 
 
 def mini_batches(trajectories: list[Trajectory], count: int, group_size: int = 1) -> list[list[Trajectory]]:

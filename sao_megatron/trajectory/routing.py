@@ -34,15 +34,13 @@ def narrow(experts: np.ndarray) -> np.ndarray:
     return experts.astype(np.uint8 if experts.max(initial=0) < 256 else np.int16)
 
 
-def join(parts: list[Routing], length: int) -> Routing | None:
-    """One Routing of `length` rows from consecutive parts; what they lack at the end is not recorded. None of []."""
+def place(parts: list[tuple[np.ndarray | slice, Routing]], length: int) -> Routing | None:
+    """One Routing of `length` rows: each part at its place, the rest not recorded. None of no parts."""
     if not parts:
         return None
-    missing = not_recorded(length - sum(map(len, parts)), parts[0])
-    return Routing(np.concatenate([*(part.experts for part in parts), missing.experts]),
-                   np.concatenate([*(part.recorded for part in parts), missing.recorded]))
-
-
-def not_recorded(rows: int, like: Routing) -> Routing:
-    """Rows that are routed freely, as wide as those of `like`."""
-    return Routing(np.zeros((rows, like.experts.shape[1]), np.uint8), np.zeros(rows, bool))
+    kinds = [part.experts.dtype for _, part in parts]
+    experts = np.zeros((length, parts[0][1].experts.shape[1]), np.result_type(*kinds))
+    recorded = np.zeros(length, bool)
+    for where, part in parts:
+        experts[where], recorded[where] = part.experts, part.recorded
+    return Routing(experts, recorded)

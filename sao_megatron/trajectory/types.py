@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from sao_megatron.trajectory.routing import Routing, join
+from sao_megatron.trajectory.routing import Routing, place
 
 UNSAMPLED = -1  # version of a token that no engine sampled
 
@@ -118,7 +118,8 @@ class TrajectoryBuilder:
 
     def __init__(self, prompt_tokens: list[int], prompt_id: str, task: str, group_id: str = "",
                  record_routing: bool = False):
-        self.record_routing, self._routing = record_routing, []
+        self.record_routing = record_routing
+        self._routing: list[tuple[slice, Routing]] = []
         self.tokens: list[int] = list(prompt_tokens)
         self._logprobs = [np.nan] * len(self.tokens)
         self._versions = [UNSAMPLED] * len(self.tokens)
@@ -137,16 +138,21 @@ class TrajectoryBuilder:
     def wanted_routing(self) -> dict[str, int]:
         """What to ask the engine for besides tokens: the routing of every token that has none yet, if any is recorded.
         """
-        return {"routing_from": sum(map(len, self._routing))} if self.record_routing else {}
+        return {"routing_from": self._routed} if self.record_routing else {}
+
+    @property
+    def _routed(self) -> int:
+        """Tokens that have their routing."""
+        return self._routing[-1][0].stop if self._routing else 0
 
     def add_routing(self, routing: Routing | None) -> None:
         """Append the answer to `wanted_routing`, after `add_action`: rows up to the token before the last."""
         if not self.record_routing or routing is None:
             return
-        self._routing.append(routing)
-        rows = sum(map(len, self._routing))
-        if rows != len(self.tokens) - 1:
-            raise ValueError(f"{rows} rows of routing came for {len(self.tokens)} tokens, expected one row less")
+        start, stop = self._routed, len(self.tokens) - 1
+        if len(routing) != stop - start:
+            raise ValueError(f"{len(routing)} rows of routing came for the {stop - start} tokens from {start} on")
+        self._routing.append((slice(start, stop), routing))
 
     def add_observation(self, tokens: list[int]) -> None:
         """Append the environment's answer and begin the next turn."""
@@ -173,7 +179,7 @@ class TrajectoryBuilder:
         return Trajectory(tokens=np.array(self.tokens, np.int32), action_mask=versions != UNSAMPLED,
                           rollout_logprobs=np.array(self._logprobs, np.float32), versions=versions,
                           turns=np.array(self._turns, np.int16), rewards=np.array(self._rewards, np.float32),
-                          status=status, info=info, routing=join(self._routing, len(self.tokens)), **self._identity)
+                          status=status, info=info, routing=place(self._routing, len(self.tokens)), **self._identity)
 
 
 def encode(trajectory: Trajectory) -> bytes:

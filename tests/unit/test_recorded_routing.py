@@ -110,7 +110,7 @@ def test_a_store_without_routing_is_refused(tmp_path):
 def test_rows_that_do_not_fit_are_refused():
     builder = TrajectoryBuilder([9] * 3, "p", "t", record_routing=True)
     builder.add_action([4, 4], [-1.0] * 2, [0] * 2)
-    with pytest.raises(ValueError, match="3 rows of routing came for 5 tokens"):
+    with pytest.raises(ValueError, match="3 rows of routing came for the 4 tokens from 0"):
         builder.add_routing(rows(0, 3))
     broken = recorded_trajectory()
     broken.routing = rows(0, 4)
