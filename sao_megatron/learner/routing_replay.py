@@ -114,9 +114,9 @@ class RoutingReplay:
                  | (ordered[..., 0] < 0)) & recorded
         if wrong.any():
             layer, row = wrong.nonzero()[0].tolist()
-            owner = batch.trajectories[int(np.searchsorted(batch.last, rows[row]))]
+            owner, token = batch.trajectories[int(np.searchsorted(batch.last, rows[row]))], batch.positions[rows[row]]
             raise RunError(f"trajectory {owner.id}: the engine recorded experts {experts[layer, row].tolist()} for its "
-                           f"token {batch.positions[rows[row]]} in layer {self.layers[layer].layer_number - 1}, expected "
+                           f"token {token} in layer {self.layers[layer].layer_number - 1}, expected "
                            f"{experts.shape[-1]} different ones of "
                            f"{self.config.num_moe_experts}: set rollout.routing_replay=false if its SGLang does not "
                            f"report the routing of this architecture")
