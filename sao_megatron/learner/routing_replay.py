@@ -91,7 +91,7 @@ class RoutingReplay:
             raise RunError(f"trajectory {one.id} has {width} routed experts a token, this model {layers} layers times "
                            f"{k}: it was recorded with another model")
         rows = self._rows(batch)
-        columns = np.add.outer([(layer.layer_number - 1) * k for layer in self.layers], np.arange(k))
+        columns = np.add.outer(np.array([(layer.layer_number - 1) * k for layer in self.layers], int), np.arange(k))
         # [layers, rows, k], so that each layer's part is contiguous
         experts = batch.routing.experts[rows[None, :, None], columns[:, None, :]]
         experts, recorded = (torch.from_numpy(array).to(runtime.device())

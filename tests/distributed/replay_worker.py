@@ -80,14 +80,19 @@ def refusal(learner: Trainer, trajectory, experts) -> str:
     return "not refused"
 
 
+def apart(scores: list, others: list) -> float:
+    return max(float(np.abs(a - b).max()) for a, b in zip(scores, others, strict=True))
+
+
 def one_process(model_dir: Path, parallel, trajectories: list) -> dict:
     """Differences of log-probs by what was replayed, and refusals."""
     free, learner = (make_learner(model_dir, parallel, 10_000, replay) for replay in (False, True))
     scores, own = own_routing(free, trajectories)
     worst = {"own": own, "other": [with_routing(t, (t.routing.experts + 1) % 8) for t in own],
              "not recorded": [with_routing(t, t.routing.experts * 0, np.zeros(len(t), bool)) for t in own]}
+    (model_dir / "other.pkl").write_bytes(pickle.dumps((worst["other"], learner.score(worst["other"]))))
     for name, changed in worst.items():
-        worst[name] = max(float(np.abs(a - b).max()) for a, b in zip(learner.score(changed), scores, strict=True))
+        worst[name] = apart(learner.score(changed), scores)
     first, experts = own[0], own[0].routing.experts
     worst["refusals"] = {"equal": refusal(learner, first, experts * 0), "large": refusal(learner, first, experts + 8),
                          "narrow": refusal(learner, first, experts[:, 1:])}
@@ -109,7 +114,11 @@ def main(folder: Path, layouts: list[dict]) -> None:
         results[name] = dict(
             gradient={k: float(np.linalg.norm(gradients[k] - v) / (np.linalg.norm(v) or 1.0))
                       for k, v in expected.items()},
-            logprob=max(float(np.abs(a - b).max()) for a, b in zip(scores, data["logprobs"], strict=True)))
+            logprob=apart(scores, data["logprobs"]))
+        if name == "pp2":  # the first stage has a layer without experts, and nothing else
+            changed, one_rank = pickle.loads((folder / "deepseek_v3" / "other.pkl").read_bytes())
+            scores = make_learner(folder / "deepseek_v3", parallel, budget).score(changed)
+            results["pp2, deepseek_v3"] = dict(gradient={}, logprob=apart(scores, one_rank))
         if parallel.ranks == 1 and "one process, model" not in results:
             for model in ("model", "deepseek_v3"):
                 results[f"one process, {model}"] = one_process(folder / model, parallel, data["trajectories"])

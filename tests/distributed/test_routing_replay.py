@@ -86,8 +86,8 @@ def results(tmp_path_factory, run_ranks):
     return found
 
 
-# If one fails, a layout sends tokens to other experts than were recorded for them.
-@pytest.mark.parametrize("name", NAMES)
+# If one fails, a layout sends tokens to other experts than were recorded for them. (DeepSeek's is held to one rank.)
+@pytest.mark.parametrize("name", [*NAMES, "pp2, deepseek_v3"])
 def test_logprobs_equal_hf_with_the_same_routing(results, name):
     assert results[name]["logprob"] < 1e-5
 
