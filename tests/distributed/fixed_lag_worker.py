@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from sao_megatron import config
+from sao_megatron.errors import UserError
 
 
 def score(sampler, weights: dict, version: int, trajectory) -> np.ndarray:
@@ -45,7 +46,12 @@ def main(recipe: str, out: str) -> None:
         rows.append(dict(version=version, sampled=sorted({int(v) for t in trajectories for v in t.action_versions}),
                          **{name: float(value) for name, value in of.items()}))
     fresh = FixedLag(config.load(recipe, small), lag=0, start=lagging.start).run(evaluate_every=3)
-    Path(out).write_text(json.dumps(dict(rows=rows, result=result, fresh=fresh)))
+    try:
+        FixedLag(config.load(recipe, ["rollout.routing_replay=true"]), lag=0)
+        refused = ""
+    except UserError as error:
+        refused = str(error)
+    Path(out).write_text(json.dumps(dict(rows=rows, result=result, fresh=fresh, refused=refused)))
 
 
 if __name__ == "__main__":
