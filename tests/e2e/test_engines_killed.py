@@ -52,7 +52,8 @@ def check_routing(run: Run) -> None:
     """Most tokens keep their routing, whichever engine sampled them, and the learner trained with it."""
     with Store(run.folder.store_path) as store:
         shares = [row.metrics["routing/replayed"] for row in store.steps()]
-    assert all(0.5 < share <= 1 for share in shares), shares
+    # A publication retracts episodes of very few tokens here: a batch of those keeps about half.
+    assert 0 < min(shares) and max(shares) == 1 and sum(shares) / len(shares) > 0.8, shares
     for trajectory in stored(run.folder.store_path):
         last = int(trajectory.action_mask.nonzero()[0][-1])
         assert len(trajectory.routing) == len(trajectory) and not trajectory.routing.recorded[last:].any()
