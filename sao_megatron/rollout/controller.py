@@ -18,7 +18,7 @@ from sao_megatron.rollout.evaluate import evaluate
 from sao_megatron.rollout.pacing import admissible
 from sao_megatron.rollout.pool import EnginePool, Generator
 from sao_megatron.rollout.tasks.base import Task
-from sao_megatron.trajectory.store import Store
+from sao_megatron.trajectory.store import MAX_LAG, Store
 from sao_megatron.trajectory.types import Status, Trajectory
 
 REFRESH = 0.05  # seconds between two looks at the store
@@ -121,11 +121,16 @@ class _Controller:
             if counts["ready"] >= self.config.total_steps * batch:
                 self.store.set_state("finished", True)
         else:
-            self.room = admissible(live, steps, self.config.rollout.max_lag, batch)
+            self.room = admissible(live, steps, self._max_lag(), batch)
         self._start_episodes()
         if time.monotonic() - self.in_flight_written >= IN_FLIGHT_EVERY:
             self.in_flight_written = time.monotonic()
             self.store.set_state("in_flight", len(self.episodes))
+
+    def _max_lag(self) -> int:
+        """What the recipe wants, or less while the learner's alarms ask for fresher samples."""
+        wanted = self.config.rollout.max_lag
+        return min(wanted, self.store.get_state(MAX_LAG, wanted))
 
     def _start_episodes(self) -> None:
         while self.room > 0 and len(self.episodes) < self.config.rollout.concurrency:

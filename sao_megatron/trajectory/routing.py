@@ -34,7 +34,7 @@ def narrow(experts: np.ndarray) -> np.ndarray:
     return experts.astype(np.uint8 if experts.max(initial=0) < 256 else np.int16)
 
 
-def place(parts: list[tuple[np.ndarray | slice, Routing]], length: int) -> Routing | None:
+def merge(parts: list[tuple[np.ndarray | slice, Routing]], length: int) -> Routing | None:
     """One Routing of `length` rows: each part at its place, the rest not recorded. None of no parts."""
     if not parts:
         return None

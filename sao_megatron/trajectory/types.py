@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from sao_megatron.trajectory.routing import Routing, place
+from sao_megatron.trajectory.routing import Routing, merge
 
 UNSAMPLED = -1  # version of a token that no engine sampled
 
@@ -49,6 +49,9 @@ class Trajectory:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     info: dict[str, Any] = field(default_factory=dict)
     """Free, JSON-able: timings, task outcome, error text."""
+    segments: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int32))
+    """int32 [s]: where each segment begins. A rollout whose context was rewritten on the way is several sequences, each
+    with the whole context that its action tokens were sampled from, and one outcome (ALGORITHM.md §2)."""
     routing: Routing | None = None
     """T rows: the experts that the engine chose, where rollout.routing_replay had them recorded."""
 
@@ -58,6 +61,7 @@ class Trajectory:
             if array.ndim != 1 or len(array) != len(self.tokens):
                 self._fault(name, f"has shape {array.shape}, expected ({len(self.tokens)},), one entry per token")
             setattr(self, name, array.astype(dtype, copy=False))
+        self.segments = np.asarray(self.segments, np.int32)
         if self.routing is not None and len(self.routing) != len(self.tokens):
             self._fault("routing", f"has {len(self.routing)} rows, expected {len(self.tokens)}, one per token")
         self.status = Status(self.status)
@@ -68,8 +72,12 @@ class Trajectory:
             self._fault("action_mask", "has no action token")
         if self.tokens.min() < 0:
             self._fault("tokens", f"has the negative id {self.tokens.min()}")
-        if action[0]:
-            self._fault("action_mask", "marks token 0, which nothing precedes: a prompt has at least one token")
+        starts = self.segments
+        if not len(starts) or starts[0] != 0 or (np.diff(starts) <= 0).any() or starts[-1] >= len(self):
+            self._fault("segments", f"is {starts.tolist()}: expected ascending positions from 0 on, below {len(self)}")
+        if action[starts].any():
+            where = starts[action[starts]][0]
+            self._fault("action_mask", f"marks token {where}, which nothing precedes: a prompt has at least one token")
         logprobs = self.rollout_logprobs[action]
         if not np.isfinite(logprobs).all():
             where = np.flatnonzero(action)[~np.isfinite(logprobs)][0]
@@ -99,6 +107,11 @@ class Trajectory:
         return int(self.action_mask.sum())
 
     @property
+    def segment_lengths(self) -> np.ndarray:
+        """int64 [s]: tokens of each segment."""
+        return np.diff(np.append(self.segments, len(self)))
+
+    @property
     def reward(self) -> float:
         """Sum of all rewards (the outcome, for outcome-only tasks)."""
         return float(self.rewards.sum())
@@ -125,6 +138,7 @@ class TrajectoryBuilder:
         self._versions = [UNSAMPLED] * len(self.tokens)
         self._turns = [0] * len(self.tokens)
         self._rewards = [0.0] * len(self.tokens)
+        self._segments = [0]
         self.turn = 0
         self._identity = dict(prompt_id=prompt_id, task=task, group_id=group_id)
 
@@ -138,12 +152,12 @@ class TrajectoryBuilder:
     def wanted_routing(self) -> dict[str, int]:
         """What to ask the engine for besides tokens: the routing of every token that has none yet, if any is recorded.
         """
-        return {"routing_from": self._routed} if self.record_routing else {}
+        return {"routing_from": self._routed - self._segments[-1]} if self.record_routing else {}
 
     @property
     def _routed(self) -> int:
-        """Tokens that have their routing."""
-        return self._routing[-1][0].stop if self._routing else 0
+        """Position of the first token of the last segment that has no routing yet."""
+        return max(self._routing[-1][0].stop if self._routing else 0, self._segments[-1])
 
     def add_routing(self, routing: Routing | None) -> None:
         """Append the answer to `wanted_routing`, after `add_action`: rows up to the token before the last."""
@@ -167,6 +181,21 @@ class TrajectoryBuilder:
                 return
         raise ValueError("a reward came before any action token")
 
+    def add_segment(self, other: TrajectoryBuilder) -> None:
+        """Append what another builder holds as a new segment (or several); its turns continue this one's."""
+        start, turn = len(self.tokens), self.turn
+        self._segments += [start + begin for begin in other._segments]
+        self._extend(other.tokens, other._logprobs, other._versions)
+        self._turns[start:] = [turn + later for later in other._turns]
+        self._rewards[start:] = other._rewards
+        self._routing += [(slice(start + rows.start, start + rows.stop), part) for rows, part in other._routing]
+        self.turn = turn + other.turn
+
+    @property
+    def segment_tokens(self) -> list[int]:
+        """Tokens of the last segment: the context of the next action."""
+        return self.tokens[self._segments[-1]:]
+
     def _extend(self, tokens, logprobs, versions):
         self.tokens += tokens
         self._logprobs += logprobs
@@ -179,7 +208,8 @@ class TrajectoryBuilder:
         return Trajectory(tokens=np.array(self.tokens, np.int32), action_mask=versions != UNSAMPLED,
                           rollout_logprobs=np.array(self._logprobs, np.float32), versions=versions,
                           turns=np.array(self._turns, np.int16), rewards=np.array(self._rewards, np.float32),
-                          status=status, info=info, routing=place(self._routing, len(self.tokens)), **self._identity)
+                          status=status, info=info, segments=np.array(self._segments, np.int32),
+                          routing=merge(self._routing, len(self.tokens)), **self._identity)
 
 
 def encode(trajectory: Trajectory) -> bytes:
@@ -188,7 +218,7 @@ def encode(trajectory: Trajectory) -> bytes:
     Routing is the last two of them, where there is any; the header then has its width and dtype.
     """
     header = {name: getattr(trajectory, name) for name in ("prompt_id", "task", "group_id", "status", "id", "info")}
-    header |= {"length": len(trajectory)}
+    header |= {"length": len(trajectory), "segments": trajectory.segments.tolist()}
     arrays = [getattr(trajectory, name) for name in _ARRAYS]
     if trajectory.routing is not None:
         experts = trajectory.routing.experts

@@ -30,16 +30,6 @@ def make_learner(model_dir: Path, parallel, budget: int, replay: bool = True) ->
     return Trainer(config, hf.read_config(model_dir), hf.SafetensorsFolder(model_dir))
 
 
-def adapt(recompute: bool):
-    """Replay in a model, which computes its activations twice with `recompute`."""
-    def change(module):
-        RoutingReplay(module)
-        if recompute:
-            module.config.recompute_granularity, module.config.recompute_method = "full", "uniform"
-            module.config.recompute_num_layers = 1
-    return change
-
-
 class Recorder:
     """Keeps what a router chooses by itself."""
 
@@ -105,11 +95,11 @@ def main(folder: Path, layouts: list[dict]) -> None:
     results = {}
     for spec in layouts:
         spec = dict(spec)
-        name, budget, recompute = spec.pop("name"), spec.pop("budget"), spec.pop("recompute", False)
+        name, budget = spec.pop("name"), spec.pop("budget")
         parallel = configs.ParallelSection(ranks=int(os.environ["WORLD_SIZE"]), **spec)
         runtime.initialize(parallel, seed=0)
         gradients, *_ = policy_gradients(hf_config, hf.SafetensorsFolder(folder / "model"), parallel, data, budget,
-                                         adapt(recompute))
+                                         RoutingReplay)
         scores = make_learner(folder / "model", parallel, budget).score(data["trajectories"])
         results[name] = dict(
             gradient={k: float(np.linalg.norm(gradients[k] - v) / (np.linalg.norm(v) or 1.0))

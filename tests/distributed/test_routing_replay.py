@@ -22,9 +22,9 @@ from sao_megatron.trajectory.routing import Routing
 
 LAYERS, EXPERTS, TOP_K = 4, 8, 2
 LAYOUTS = {
-    1: [dict(name="one", budget=10_000), dict(name="one, recompute", budget=40, recompute=True)],
+    1: [dict(name="one", budget=10_000), dict(name="one, recompute", budget=40, recompute="full")],
     2: [dict(name="tp2 ep2", tp=2, ep=2, budget=70), dict(name="cp2 ep2", cp=2, ep=2, budget=60),
-        dict(name="pp2", pp=2, budget=60), dict(name="pp2, recompute", pp=2, budget=60, recompute=True)],
+        dict(name="pp2", pp=2, budget=60), dict(name="pp2, recompute", pp=2, budget=60, recompute="full")],
     4: [dict(name="cp2 tp2 ep2", cp=2, tp=2, ep=2, budget=80),
         dict(name="pp2 tp2 ep2, allgather", pp=2, tp=2, ep=2, budget=70, dispatcher="allgather")],
 }

@@ -92,6 +92,26 @@ def test_builder_and_store_keep_each_row_at_its_token(tmp_path, top, width):
     assert decode(encode(plain)).routing is None
 
 
+# If this fails, the tokens of a rewritten context are replayed with the experts of the context before it.
+def test_rows_of_a_segment_count_from_its_beginning():
+    builder = TrajectoryBuilder([9] * 3, "p", "t", record_routing=True)
+    for prompt in (None, 4, 1):
+        if prompt:
+            builder.add_segment(TrajectoryBuilder([9] * prompt, "p", "t", record_routing=True))
+        assert builder.wanted_routing() == {"routing_from": 0}
+        builder.add_action([4, 4], [-1.0] * 2, [0] * 2)
+        builder.add_routing(rows(0, len(builder.segment_tokens) - 1))
+    trajectory = decode(encode(builder.build()))
+    wanted = [True, True, True, False, False] + [True, True, True, False, True, False] + [True, True, False]
+    assert trajectory.routing.recorded.tolist() == wanted  # rows() leaves out the fourth
+    assert trajectory.routing.experts[wanted, 0].tolist() == [0, 1, 2, 0, 1, 2, 4, 0, 1]
+    packed = pack([trajectory], packed_length=24, sequence_multiple=4)
+    places = [0, 1, 2, 8, 9, 10, 12, 16, 17]
+    assert np.flatnonzero(packed.routing.recorded).tolist() == places
+    assert packed.routing.experts[places, 0].tolist() == [0, 1, 2, 0, 1, 2, 4, 0, 1]
+    assert np.flatnonzero(packed.real).tolist() == [*range(5), *range(8, 14), *range(16, 19)]
+
+
 # If this fails, a replay that asks for recorded routing trains without any.
 def test_a_store_without_routing_is_refused(tmp_path):
     for name, record in (("with", True), ("without", False)):
