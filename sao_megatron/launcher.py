@@ -64,7 +64,8 @@ def _check_head(model_dir: Path) -> None:
 def replay(recipe: Path, overrides: list[str], trajectories: Path) -> None:
     """Train on what a run recorded (its folder or its store), in its batches, without engines and controller."""
     config = run_config.load(recipe, [*overrides, "mode=replay"])
-    _new_run(config, find_store(trajectories, config.total_steps * config.batch.trajectories))
+    needed = config.total_steps * config.batch.trajectories
+    _new_run(config, find_store(trajectories, needed, routing=config.rollout.routing_replay))
 
 
 def _new_run(config: RunConfig, recorded: Path | None = None, slurm: bool = False) -> None:

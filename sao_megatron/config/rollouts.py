@@ -43,6 +43,9 @@ class RolloutSection(Section):
     """Seconds that the learner waits for one batch of trajectories before it gives up."""
     environment_retries: int = Field(2, ge=0)
     """Fresh tries of an episode whose environment failed, before it is recorded as `error`."""
+    routing_replay: bool = False
+    """Record which experts the engine routes each token to, and train the policy with the same ones
+    (docs/routing-replay.md)."""
 
 
 class EvaluationSection(Section):

@@ -6,7 +6,7 @@ An answer that does not fit is a RunError that names the engine, the endpoint an
 Short requests of one moment travel together: a request costs SGLang about as much in HTTP and scheduling as a short
 turn costs it in arithmetic, so requests for at most SHORT_TURN tokens that are made in one turn of the event loop
 share a POST. One of them then waits for its neighbours, which is at most SHORT_TURN decoding steps. Longer requests
-go alone.
+go alone, and so do those that ask for routed experts.
 """
 from __future__ import annotations
 
@@ -59,18 +59,23 @@ class EngineClient:
     # Tokens
 
     async def generate(self, input_ids: list[int], *, max_new_tokens: int, temperature: float,
-                       stop_token_ids: list[int], rid: str | None = None) -> Generation:
+                       stop_token_ids: list[int], rid: str | None = None,
+                       routing_from: int | None = None) -> Generation:
         """Sample until a stop token or `max_new_tokens`. `rid` names the request for `abort`.
 
+        `routing_from`: also return which experts every token from this position on, the last one left out, was routed
+        to; at most len(input_ids), and only from engines that run with rollout.routing_replay.
         An id outside the vocabulary is a ValueError and is not sent. Tokens that were sampled before any version was
         published are a RunError.
         """
         self._check_ids(input_ids)
         request = {"input_ids": list(input_ids), "rid": rid, "return_logprob": True, "sampling_params": {
             "max_new_tokens": max_new_tokens, "temperature": temperature, "stop_token_ids": stop_token_ids}}
-        short = max_new_tokens <= SHORT_TURN and rid is None
+        if routing_from is not None:  # SGLang takes one start for all requests of a POST, so this one goes alone
+            request |= {"return_routed_experts": True, "routed_experts_start_len": routing_from}
+        short = max_new_tokens <= SHORT_TURN and rid is None and routing_from is None
         reply = await (self._share(request) if short else self._post("/generate", request))
-        return self._read("/generate", reply, read_generation)
+        return self._read("/generate", reply, read_generation, routing_from)
 
     async def score(self, tokens: list[int]) -> list[float]:
         """Log-probs of tokens[1:] under the live weights at temperature 1; float list of length len(tokens) − 1."""

@@ -75,6 +75,15 @@ def _start_children_by_fork() -> None:
     import sglang.srt.models.registry  # noqa: F401
 
 
+def _keep_routed_experts_in_plain_memory() -> None:
+    """Upstream gap: what --enable-return-routed-experts keeps on the host is always registered with the CUDA driver
+    (`sglang.srt.mem_cache.pool_host.common`), on a CPU too."""
+    import torch
+    from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
+
+    ALLOC_MEMORY_FUNCS["cpu"] = lambda dims, dtype, **_: torch.empty(dims, dtype=dtype)
+
+
 def prepare() -> None:
     """Import SGLang so that it runs here."""
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
@@ -85,6 +94,7 @@ def prepare() -> None:
     _stand_in_torchvision()
     _stand_in_sgl_kernel()
     import sglang.launch_server  # noqa: F401
+    _keep_routed_experts_in_plain_memory()
     _start_children_by_fork()
 
 

@@ -36,6 +36,8 @@ def engine_command(config: RunConfig, model_dir: Path, port: int, gpu: bool) -> 
                "--log-level", "warning"]  # a line per request and per batch costs more than a short request
     if not list(model_dir.glob("*.safetensors")):
         command += ["--load-format", "dummy"]  # the learner's first publication brings the weights
+    if config.rollout.routing_replay:
+        command += ["--enable-return-routed-experts"]
     if config.mode == "rollout":
         command += ["--weight-version", "0"]  # nobody publishes: what the engine starts with is version 0
     if not gpu or config.publication.mode == "in_place":

@@ -20,7 +20,7 @@ from sao_megatron.config import RunConfig
 from sao_megatron.errors import RunError
 from sao_megatron.heartbeat import Heart
 from sao_megatron.learner import checkpoint
-from sao_megatron.learner.bookkeeping import Clock, batch_metrics
+from sao_megatron.learner.bookkeeping import Clock, batch_metrics, replayed_share
 from sao_megatron.learner.records import gather_records
 from sao_megatron.learner.reporting import Reporter
 from sao_megatron.learner.speed import Speed
@@ -166,6 +166,8 @@ class Learner:
         result = self.trainer.train_step(trajectories, self.version, update_policy, self.clock.phase)
         recorded = self._record(step, trajectories, result)
         metrics = result.metrics | batch_metrics(trajectories, self.version) | {"policy_updated": update_policy}
+        if self.config.rollout.routing_replay:
+            metrics["routing/replayed"] = replayed_share(trajectories)
         self.updates += update_policy
         machines = self.speed.machines()
         if self.is_head:

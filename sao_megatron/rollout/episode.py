@@ -39,8 +39,13 @@ class EpisodeSettings:
     """Seconds in which an engine that aborts must sample a token again."""
     rollouts_per_prompt: int = 1
     """This many consecutive seqs are one group."""
+<<<<<<< HEAD
     limits: LimitsSection = field(default_factory=LimitsSection)
     """Of every episode whose prompt has none of its own."""
+=======
+    routing_replay: bool = False
+    """Record the experts that each token was routed to."""
+>>>>>>> replayrouting
 
     @classmethod
     def of(cls, config: RunConfig, **changes) -> EpisodeSettings:
@@ -49,8 +54,13 @@ class EpisodeSettings:
         return cls(**dict(
             temperature=config.algorithm.temperature, max_new_tokens=rollout.max_new_tokens,
             max_tokens=rollout.max_tokens, environment_retries=rollout.environment_retries,
+<<<<<<< HEAD
             request_timeout=rollout.request_timeout, limits=config.task.limits,
             rollouts_per_prompt=preset.rollouts_per_prompt) | changes)
+=======
+            request_timeout=rollout.request_timeout,
+            rollouts_per_prompt=preset.rollouts_per_prompt, routing_replay=rollout.routing_replay) | changes)
+>>>>>>> replayrouting
 
 
 async def run_episode(client: Generator, task: Task, prompt: Prompt, settings: EpisodeSettings, seq: int) -> Trajectory:
@@ -118,7 +128,8 @@ class _Attempt:
         self.turns = 0
 
     def _begin(self, prompt_tokens: list[int]) -> TrajectoryBuilder:
-        return TrajectoryBuilder(prompt_tokens, self.prompt.id, self.task.name, self.group_id)
+        return TrajectoryBuilder(prompt_tokens, self.prompt.id, self.task.name, self.group_id,
+                                 self.settings.routing_replay)
 
     async def outcome(self) -> tuple[Status, dict]:
         """Play; returns the status and the trajectory's info."""

@@ -18,7 +18,7 @@ async def evaluate(config: RunConfig, task: Task, pool: EnginePool, episodes: in
 
     Episodes whose environment failed count neither as solved nor as played. Raises RunError if that were all of them.
     """
-    settings = EpisodeSettings.of(config, temperature=1.0, rollouts_per_prompt=1)
+    settings = EpisodeSettings.of(config, temperature=1.0, rollouts_per_prompt=1, routing_replay=False)
     slots = asyncio.Semaphore(config.rollout.concurrency)
 
     async def play(seq, prompt):

@@ -43,6 +43,8 @@ METRICS = (
            "samples at temperature T times the learner's"),
     Metric("mismatch/correlation", "", "of log π_θ and log π_rollout at lag 0; 1 where they belong to the same tokens"),
     Metric("mismatch/tokens", "tokens", "action tokens of lag 0 in the batch"),
+    Metric("routing/replayed", "share", "action tokens predicted with the experts that the engine had chosen "
+           "(rollout.routing_replay)"),
     Metric("lag/mean", "versions", "learner version − version at sampling"),
     Metric("lag/max", "versions", "the same, largest in the batch"),
     Metric("pacing/max_lag", "versions", "lag that pacing admitted: rollout.max_lag, or less (alarms.on_alarm=slow)"),

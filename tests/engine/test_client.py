@@ -18,6 +18,7 @@ from served import (
     join_weight_group,
     make_tiny_model,
     running,
+    until_sampling,
 )
 
 from sao_megatron.engine.client import SHORT_TURN, EngineClient, Generation
@@ -36,14 +37,6 @@ def prompts(count: int) -> list[list[int]]:
 def assert_logprobs(model, prompt: list[int], generation: Generation, temperature: float = 1.0):
     expected = hf_logprobs(model, prompt + generation.tokens, temperature)[len(prompt) - 1:]
     assert generation.logprobs == pytest.approx(expected, abs=1e-4)
-
-
-async def until_sampling(client: EngineClient) -> None:
-    """Until one request has been prefilled, so that it has at least one token."""
-    deadline = time.monotonic() + 60
-    while (await client._call("GET", "/v1/loads"))["loads"][0]["num_running_reqs"] == 0:
-        assert time.monotonic() < deadline, "the request did not start"
-        await asyncio.sleep(0.01)
 
 
 def sample(client: EngineClient, prompt: list[int], length: int, **settings):
