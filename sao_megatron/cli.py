@@ -129,6 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     for role in roles:
         role.add_argument("run_dir", type=Path, help="the run's folder, such as runs/first")
     roles[0].add_argument("--index", type=int, required=True, help="which of the run's engines, from 0")
+    roles[1].add_argument("--index", type=int, default=0, help="which of rollout.controllers, from 0")
     look = roles[-1]
     look.add_argument("--html", type=Path, metavar="out.html", help="write a page instead of printing")
     look.add_argument("--compare", type=Path, metavar="run_dir", help="another run's folder, to stand beside it")
@@ -170,7 +171,7 @@ def _engine(arguments) -> None:
 
 def _controller(arguments) -> None:
     from sao_megatron import roles
-    roles.controller(arguments.run_dir)
+    roles.controller(arguments.run_dir, arguments.index)
 
 
 def _learner(arguments) -> None:

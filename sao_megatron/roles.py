@@ -3,9 +3,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import time
-from contextlib import AsyncExitStack
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -27,26 +27,43 @@ def engine(run_dir: Path, index: int) -> None:
     os.execvpe(command[0], command, os.environ | engine_environment(gpu, config.engine.tp))
 
 
-def controller(run_dir: Path) -> None:
-    """Run episodes until the learner has finished and the last evaluation is recorded."""
+def controller(run_dir: Path, index: int = 0) -> None:
+    """Run episodes until the learner has finished and the last evaluation is recorded; `index`: which controller."""
     folder = RunFolder(run_dir)
     config = folder.config()
+    if not 0 <= index < config.rollout.controllers:
+        raise UserError(f"--index {index}: the run has rollout.controllers={config.rollout.controllers}, so 0 to "
+                        f"{config.rollout.controllers - 1}")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", force=True)
     from sao_megatron.trajectory.store import Store
     with Store(folder.store_path) as store:
-        asyncio.run(_control(folder, config, store))
+        asyncio.run(_control(folder, config, store, index))
 
 
-async def _control(folder: RunFolder, config: RunConfig, store) -> None:
+async def _control(folder: RunFolder, config: RunConfig, store, index: int) -> None:
     from sao_megatron.engine.client import EngineClient
     from sao_megatron.rollout.controller import run_controller
+    from sao_megatron.rollout.evaluate import evaluation_sets
     # Read directly: weights.hf would import torch, which this process does without.
     vocab_size = json.loads((folder.model_dir(config) / "config.json").read_text())["vocab_size"]
-    async with AsyncExitStack() as stack:
-        clients = [await stack.enter_async_context(EngineClient(url, vocab_size, config.rollout.request_timeout))
-                   for url in folder.engine_urls()]
+    clients: dict[str, EngineClient] = {}
+
+    def listed() -> list[EngineClient]:
+        """Of the engines that engines.json names now."""
+        urls = folder.engine_urls()
+        for url in urls:
+            if url not in clients:
+                clients[url] = EngineClient(url, vocab_size, config.rollout.request_timeout)
+        return [clients[url] for url in urls]
+
+    try:
         deadline = time.monotonic() + config.engine.start_timeout
-        await asyncio.gather(*(_healthy(client, deadline, config.engine.start_timeout) for client in clients))
-        await run_controller(config, _task(folder, config), store, clients)
+        await asyncio.gather(*(_healthy(client, deadline, config.engine.start_timeout) for client in listed()))
+        task = _task(folder, config)
+        sets = evaluation_sets(config, task, folder.model_dir(config))
+        await run_controller(config, task, store, listed(), index=index, sets=sets, find_clients=listed)
+    finally:
+        await asyncio.gather(*(client.close() for client in clients.values()))
 
 
 async def _healthy(client, deadline: float, timeout: float) -> None:

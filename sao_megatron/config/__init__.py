@@ -16,6 +16,7 @@ from sao_megatron.config.model import ModelSection, ParallelSection
 from sao_megatron.config.rollouts import (
     EngineSection,
     EvaluationSection,
+    EvaluationSetSection,
     PublicationSection,
     RolloutSection,
     TaskSection,
@@ -26,5 +27,6 @@ from sao_megatron.config.watching import AlarmSection, CheckpointSection, Tokens
 
 __all__ = [
     "AdamSection", "AlarmSection", "AlgorithmSection", "BatchSection", "CheckpointSection", "CriticAdamSection",
-    "CriticSection", "EngineSection", "EvaluationSection", "ModelSection", "ParallelSection", "PublicationSection",
-    "RolloutSection", "RunConfig", "Section", "TaskSection", "TokensSection", "WarmupSection", "load", "parse", "save"]
+    "CriticSection", "EngineSection", "EvaluationSection", "EvaluationSetSection", "ModelSection", "ParallelSection",
+    "PublicationSection", "RolloutSection", "RunConfig", "Section", "TaskSection", "TokensSection", "WarmupSection",
+    "load", "parse", "save"]

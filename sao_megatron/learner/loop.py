@@ -217,7 +217,8 @@ class Learner:
         count, until = self.config.batch.trajectories, time.monotonic() + seconds
         while time.monotonic() < until:
             if leased := self.store.lease(count, self.owner, self.version, self.config.rollout.max_token_lag,
-                                          self.trainer.preset.rollouts_per_prompt, step):
+                                          self.trainer.preset.rollouts_per_prompt, step,
+                                          self.config.rollout.redundancy):
                 return [encode(self._checked(trajectory)) for trajectory in leased]
             if self.publisher is None:
                 raise RunError(f"the recorded trajectories are used up: step {step} needs {count}, the store holds "
@@ -254,4 +255,4 @@ class Learner:
         return {f"seconds/{name}": value for name, value in seconds.items()} | {
             "learner/tokens_per_second": metrics["tokens/total"] / seconds["step"],
             "engine/tokens_per_second": sampled / seconds["step"],
-            "queue/ready": counts.get("ready", 0), "queue/in_flight": self.store.get_state("in_flight", 0)}
+            "queue/ready": counts.get("ready", 0), "queue/in_flight": self.store.in_flight()}

@@ -126,6 +126,11 @@ class TrajectoryBuilder:
                              f"{len(versions)} versions")
         self._extend(tokens, logprobs, versions)
 
+    def last_action(self, length: int) -> tuple[list[int], list[float], list[int]]:
+        """The last `length` tokens with their log-probs and versions."""
+        start = len(self.tokens) - length
+        return self.tokens[start:], self._logprobs[start:], self._versions[start:]
+
     def add_observation(self, tokens: list[int]) -> None:
         """Append the environment's answer and begin the next turn."""
         self._extend(tokens, [np.nan] * len(tokens), [UNSAMPLED] * len(tokens))
