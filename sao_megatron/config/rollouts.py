@@ -70,6 +70,11 @@ class EvaluationSection(Section):
     weights change under it, and the record says from which to which version."""
     temperature: float = Field(1.0, ge=0)
 
+    @property
+    def count(self) -> int:
+        """Number of sets."""
+        return len(self.sets) + bool(self.episodes)
+
 
 class EngineSection(Section):
     count: int = Field(1, ge=1)

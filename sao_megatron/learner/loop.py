@@ -26,7 +26,7 @@ from sao_megatron.run_folder import RunFolder
 from sao_megatron.telemetry.alarms import Alarms
 from sao_megatron.telemetry.records import Recorder
 from sao_megatron.telemetry.tensorboard import StepWriter
-from sao_megatron.trajectory.store import Store
+from sao_megatron.trajectory.store import Store, within
 from sao_megatron.trajectory.types import Trajectory, decode, encode
 from sao_megatron.trajectory.versions import version_of
 from sao_megatron.weights import hf
@@ -35,6 +35,7 @@ from sao_megatron.weights.shards import save_hf
 
 log = logging.getLogger("learner")
 PAUSE = 5.0  # seconds between two looks at whether the run is still paused
+LOOK = 1.0  # seconds between two looks at whether the weights are evaluated
 
 
 def main(config: RunConfig, run_dir: Path, task) -> None:
@@ -204,6 +205,10 @@ class Learner:
                 deadline += PAUSE
                 time.sleep(PAUSE)
                 message: list = [[]]
+            elif self.is_head and self._awaits_evaluation():
+                deadline += LOOK
+                time.sleep(LOOK)
+                message = [[]]
             else:
                 message = [self._poll(step, deadline) if self.is_head else None]
             dist.broadcast_object_list(message, src=0)
@@ -211,6 +216,14 @@ class Learner:
                 return [decode(blob) for blob in message[0]]
             if self.publisher:
                 self.publisher.publish(self.version)  # to engines that came back meanwhile
+
+    def _awaits_evaluation(self) -> bool:
+        """Whether the weights as they are must be evaluated before they may change (evaluation.pinned)."""
+        section = self.config.evaluation
+        if not (section.pinned and section.every and self.publisher and section.count):
+            return False
+        due = 0 < self.updates < self.config.steps and self.updates % section.every == 0
+        return due and sum(row.name == within(self.updates) for row in self.store.evaluations()) < section.count
 
     def _poll(self, step: int, deadline: float, seconds: float = 10.0) -> list[bytes]:
         """Up to `seconds` of waiting for a full batch; [] if there is none yet."""

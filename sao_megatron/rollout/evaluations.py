@@ -9,22 +9,11 @@ from sao_megatron.config import RunConfig
 from sao_megatron.rollout.evaluate import EvaluationSet, evaluate
 from sao_megatron.rollout.pool import EnginePool
 from sao_megatron.telemetry.evaluations import write_evaluation
-from sao_megatron.trajectory.store import Store
+from sao_megatron.trajectory.store import Store, is_within, within
 from sao_megatron.trajectory.versions import updates_in
 
 log = logging.getLogger("controller")
 LOOK_SECONDS = 0.2
-
-
-def name_at(updates: int) -> str:
-    """Of the evaluation within a run after so many policy updates."""
-    return f"update {updates}"
-
-
-def is_due(config: RunConfig, updates: int) -> bool:
-    """Whether the weights after `updates` policy updates are evaluated while the run trains."""
-    every = config.evaluation.every
-    return bool(every) and 0 < updates < config.steps and updates % every == 0
 
 
 class Evaluations:
@@ -35,7 +24,8 @@ class Evaluations:
         self._config, self._sets, self._pool, self._store = config, sets, pool, store
         self._evaluates = evaluates
         self._running: asyncio.Task | None = None
-        self._last_due = -1
+        self._seen = max((updates_in(row.version) for row in store.evaluations() if is_within(row.name)), default=0)
+        """Policy updates in the weights that were looked at last."""
 
     @property
     def running(self) -> bool:
@@ -43,7 +33,7 @@ class Evaluations:
 
     async def once(self, name: str) -> None:
         """Evaluate, unless the store has it: "start" and "end" of a run."""
-        if not self._config.evaluation.episodes and not self._config.evaluation.sets:
+        if not self._config.evaluation.count:
             return
         while not self._evaluates and name == "start" and not self._is_done(name):
             await asyncio.sleep(LOOK_SECONDS)
@@ -53,14 +43,16 @@ class Evaluations:
     def begin_if_due(self, version: int, failure: asyncio.Future) -> None:
         """Start the evaluation of weights that were published just now, beside the episodes; its error goes to
         `failure`. One that would begin while the one before runs is left out."""
-        updates = updates_in(version)
-        if not self._evaluates or not self._sets or updates == self._last_due or not is_due(self._config, updates):
+        every, updates = self._config.evaluation.every, updates_in(version)
+        if not (self._evaluates and self._sets and every) or updates >= self._config.steps:
             return
-        self._last_due = updates
+        before, self._seen = self._seen, updates
+        if updates // every <= before // every:
+            return
         if self.running:
             log.warning("version %d is not evaluated: the evaluation before is not done", version)
             return
-        self._running = asyncio.create_task(self._evaluate(name_at(updates), version))
+        self._running = asyncio.create_task(self._evaluate(within(updates), version))
         self._running.add_done_callback(_reporter(failure))
 
     async def finish(self) -> None:
@@ -81,6 +73,8 @@ class Evaluations:
     async def _evaluate(self, name: str, version: int) -> None:
         done = {row.task_set for row in self._store.evaluations() if row.name == name}
         missing = [chosen for chosen in self._sets if chosen.name not in done]
+        if not missing:
+            return
         _, step = self._store.published()
         await evaluate(self._config, missing, self._pool, name, version, self._store)
         write_evaluation(self._config.run_dir / "tensorboard", step,

@@ -96,6 +96,15 @@ class Summary(NamedTuple):
     """Trajectories that were dropped or failed, by reason."""
 
 
+def within(updates: int) -> str:
+    """Name of the evaluation within a run, of the weights after so many policy updates; others are start and end."""
+    return f"update {updates}"
+
+
+def is_within(name: str) -> bool:
+    return name.startswith("update ")
+
+
 class Store:
     """A handle for one thread of one process. Raises RunError if the file is not a store of this schema version."""
 

@@ -16,7 +16,7 @@ from sao_megatron.rollout.evaluate import EvaluationSet, evaluate
 from sao_megatron.rollout.pool import EnginePool
 from sao_megatron.rollout.tasks.base import Prompt, Step
 from sao_megatron.rollout.tasks.guess_number import EOT, HIGHER, LOWER, WIN, GuessNumber
-from sao_megatron.trajectory.store import Store
+from sao_megatron.trajectory.store import Store, within
 from sao_megatron.trajectory.types import Status
 
 SETTINGS = EpisodeSettings(temperature=1.0, max_new_tokens=8, max_tokens=64, environment_retries=2, request_timeout=0.2)
@@ -176,10 +176,13 @@ def config(**sections):
                       evaluation=dict(episodes=15), rollout=dict(concurrency=8, max_lag=1)) | sections)
 
 
-async def learn(store: Store, engines: list[FakeEngine], steps: int, batch: int = 6, group: int = 1) -> None:
-    """Take `steps` steps through the store as the learner would."""
+async def learn(store: Store, engines: list[FakeEngine], steps: int, batch: int = 6, group: int = 1,
+                evaluated: list[int] = ()) -> None:
+    """Take `steps` steps through the store as the learner would; wait for the evaluations (of two sets) of some."""
     store.set_published(0, 0)
     for step in range(steps):
+        while step in evaluated and sum(row.name == within(step) for row in store.evaluations()) < 2:
+            await asyncio.sleep(0.005)
         while not (leased := store.lease(batch, "learner", version=step, group_size=group)):
             await asyncio.sleep(0.005)
         store.mark_trained(step, step + 1, [trajectory.id for trajectory in leased], {}, "learner")

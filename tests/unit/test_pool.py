@@ -103,7 +103,7 @@ async def test_an_engine_that_a_publication_passed_by_is_left_out():
     current.version = 2
     pool = EnginePool([behind, current], patience=5, published=lambda: 2)
     with pool.seat() as seat:
-        assert [await sample(seat), await sample(seat)] == [[5], [6]]
+        assert await sample(seat) == [6] and len(behind.requests) == 1
         behind.version = 2
         await asyncio.sleep(0.1)
         with pool.seat() as other:
@@ -138,8 +138,8 @@ async def test_no_engine_left_is_an_error():
     pool.close()
 
 
-# If this fails, a request that kills every engine that it reaches goes on for ever, or those that were under way with it
-# are taken for deadly too.
+# If this fails, a request that kills every engine that it reaches goes on for ever, or those that were under way with
+# it are taken for deadly too.
 async def test_a_deadly_request_is_convicted_and_no_other():
     class Fragile(Engine):
         """Dies, with all that it does, whenever it is asked about 13; back at once."""
