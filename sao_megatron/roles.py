@@ -5,10 +5,14 @@ import asyncio
 import json
 import logging
 import os
+import subprocess
+import sys
 import time
+from collections.abc import Coroutine
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from sao_megatron.child import end_with_parent
 from sao_megatron.config import RunConfig
 from sao_megatron.errors import RunError, UserError
 from sao_megatron.run_folder import RunFolder
@@ -27,17 +31,46 @@ def engine(run_dir: Path, index: int) -> None:
     os.execvpe(command[0], command, os.environ | engine_environment(gpu, config.engine.tp))
 
 
-def controller(run_dir: Path, index: int = 0) -> None:
-    """Run episodes until the learner has finished and the last evaluation is recorded; `index`: which controller."""
+def controller(run_dir: Path, index: int | None = None) -> None:
+    """Run episodes until the learner has finished and the last evaluation is recorded.
+
+    `index`: as this one of `rollout.controllers`; without, this process is number 0 and starts the others, so that all
+    share its host and with it the store. When one fails, all end. Raises RunError.
+    """
     folder = RunFolder(run_dir)
     config = folder.config()
-    if not 0 <= index < config.rollout.controllers:
+    if index is not None and not 0 <= index < config.rollout.controllers:
         raise UserError(f"--index {index}: the run has rollout.controllers={config.rollout.controllers}, so 0 to "
                         f"{config.rollout.controllers - 1}")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", force=True)
+    command = [sys.executable, "-m", "sao_megatron.cli", "controller", str(run_dir), "--index"]
+    others = [] if index is not None else [
+        subprocess.Popen([*command, str(other)], preexec_fn=end_with_parent)
+        for other in range(1, config.rollout.controllers)]
     from sao_megatron.trajectory.store import Store
-    with Store(folder.store_path) as store:
-        asyncio.run(_control(folder, config, store, index))
+    try:
+        with Store(folder.store_path) as store:
+            asyncio.run(_beside(others, _control(folder, config, store, index or 0)))
+    finally:
+        for other in others:
+            other.terminate()
+            other.wait()
+
+
+async def _beside(others: list[subprocess.Popen], own: Coroutine) -> None:
+    """Await `own` and the end of the other controllers; the first failure ends it."""
+    working = asyncio.create_task(own)
+    while not working.done() or any(other.poll() is None for other in others):
+        if failed := [number for number, other in enumerate(others, 1) if other.poll()]:
+            working.cancel()
+            await asyncio.wait([working])
+            raise RunError(f"controller {failed[0]} of {len(others) + 1} failed: its error is in this log")
+        if working.done() and working.exception():
+            break
+        await asyncio.wait([working], timeout=0.5)
+        if working.done():
+            await asyncio.sleep(0.1)
+    working.result()
 
 
 async def _control(folder: RunFolder, config: RunConfig, store, index: int) -> None:

@@ -11,7 +11,7 @@ from sao_megatron.config.algorithm import (
     CriticSection,
     WarmupSection,
 )
-from sao_megatron.config.loading import load, parse, save
+from sao_megatron.config.loading import load, overridden, parse, save
 from sao_megatron.config.model import ModelSection, ParallelSection
 from sao_megatron.config.rollouts import (
     EngineSection,
@@ -29,4 +29,4 @@ __all__ = [
     "AdamSection", "AlarmSection", "AlgorithmSection", "BatchSection", "CheckpointSection", "CriticAdamSection",
     "CriticSection", "EngineSection", "EvaluationSection", "EvaluationSetSection", "ModelSection", "ParallelSection",
     "PublicationSection", "RolloutSection", "RunConfig", "Section", "TaskSection", "TokensSection", "WarmupSection",
-    "load", "parse", "save"]
+    "load", "overridden", "parse", "save"]

@@ -23,9 +23,14 @@ def load(path: str | Path, overrides: list[str] = ()) -> RunConfig:
         raise UserError(f"recipe {path} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(data, dict):
         raise UserError(f"recipe {path} must be a mapping of sections, got {type(data).__name__}")
+    return parse(overridden(data, overrides), str(path))
+
+
+def overridden(data: dict, overrides: list[str]) -> dict:
+    """`data` itself, changed by `a.b=value` overrides. Raises UserError."""
     for override in overrides:
         _override(data, override)
-    return parse(data, str(path))
+    return data
 
 
 def _override(data: dict, override: str) -> None:

@@ -69,6 +69,8 @@ class EvaluationSection(Section):
     """An evaluation within the run belongs to one version: the learner waits for it before it trains on. Without, the
     weights change under it, and the record says from which to which version."""
     temperature: float = Field(1.0, ge=0)
+    only: bool = False
+    """With mode=rollout: evaluate and record no trajectories (the verb `evaluate`)."""
 
     @property
     def count(self) -> int:

@@ -268,4 +268,4 @@ class Learner:
         return {f"seconds/{name}": value for name, value in seconds.items()} | {
             "learner/tokens_per_second": metrics["tokens/total"] / seconds["step"],
             "engine/tokens_per_second": sampled / seconds["step"],
-            "queue/ready": counts.get("ready", 0), "queue/in_flight": self.store.in_flight()}
+            "queue/ready": counts.get("ready", 0), "queue/in_flight": self.store.sum_of("in_flight")}

@@ -86,6 +86,10 @@ class _Controller:
     async def run(self, find_clients: Callable[[], list]) -> None:
         if not await self._weights_published():
             return
+        if self.config.evaluation.only:
+            await self.evaluations.once("end")
+            self.store.set_state("finished", True)
+            return
         await self.evaluations.once("start")
         try:
             finished = await self._roll_out(find_clients)

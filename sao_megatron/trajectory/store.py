@@ -350,9 +350,9 @@ class Store:
     def _set(self, key: str, value: Any) -> None:
         self._db.execute("INSERT OR REPLACE INTO state VALUES (?, ?)", (key, json.dumps(value)))
 
-    def in_flight(self) -> int:
-        """Episodes under way, of all controllers."""
-        return self._one("SELECT COALESCE(SUM(value), 0) FROM state WHERE key GLOB 'in_flight/*'")[0]
+    def sum_of(self, key: str) -> int:
+        """Of what each controller says under key/<its index>: "in_flight" (episodes), "redundant" (cancelled ones)."""
+        return self._one("SELECT COALESCE(SUM(value), 0) FROM state WHERE key GLOB ?", f"{key}/*")[0]
 
     def set_published(self, version: int, step: int) -> None:
         """Say that the engines now serve weight `version`, which includes `step` learner steps."""

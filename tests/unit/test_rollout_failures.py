@@ -1,4 +1,4 @@
-"""Prompts that always fail, controllers that start again, and evaluations beside training, with an in-process engine."""
+"""Prompts that always fail, controllers that start again, evaluations beside training, with an in-process engine."""
 from __future__ import annotations
 
 import asyncio
