@@ -149,7 +149,8 @@ class Learner:
             trajectories = self._lease(step)
         result = self.trainer.train_step(trajectories, self.version, update_policy, self.clock.phase)
         self._record(step, trajectories, result)
-        metrics = result.metrics | batch_metrics(trajectories, self.version) | {"policy_updated": update_policy}
+        metrics = result.metrics | batch_metrics(trajectories, self.version) | {
+            "policy_updated": update_policy, "publication/paused": self.publisher.paused if self.publisher else 0.0}
         self.updates += update_policy
         if self.is_head:
             metrics |= self._rates(metrics)

@@ -22,7 +22,7 @@ from sao_megatron.rollout.pacing import Deal, admissible, share
 from sao_megatron.rollout.pool import EnginePool
 from sao_megatron.rollout.quarantine import Quarantine
 from sao_megatron.rollout.tasks.base import Task
-from sao_megatron.trajectory.store import Store
+from sao_megatron.trajectory.store import MAX_LAG, Store
 from sao_megatron.trajectory.types import Status, Trajectory
 
 log = logging.getLogger("controller")
@@ -150,11 +150,15 @@ class _Controller:
             if self.store.counts()["ready"] >= window:
                 self.store.set_state("finished", True)
         else:
-            max_lag = max(0, rollout.max_lag - self.store.get_state("lag_reduction", 0))
-            window = admissible(0, steps, max_lag, batch)
+            window = admissible(0, steps, self._max_lag(), batch)
         size = self.deal.size  # a batch is of whole groups, and so is a share
         self.room = max(0, share(window // size, self.index, rollout.controllers) * size - live)
         self._start_episodes()
+
+    def _max_lag(self) -> int:
+        """What the recipe wants, or less while the learner's alarms ask for fresher samples."""
+        wanted = self.config.rollout.max_lag
+        return min(wanted, self.store.get_state(MAX_LAG, wanted))
 
     def _start_episodes(self) -> None:
         while len(self.episodes) < self.concurrency and (self.room > 0 or self._may_add_redundant()):

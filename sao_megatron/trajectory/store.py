@@ -29,6 +29,8 @@ from sao_megatron.trajectory.versions import updates_in
 
 SCHEMA_VERSION = 2
 STATES = ("ready", "leased", "trained", "dropped", "error")
+MAX_LAG = "max_lag"
+"""Key of the state: the lag that pacing may admit now, where the learner has lowered it (alarms.on_alarm=slow)."""
 LOCK_TIMEOUT = 60.0  # seconds to wait for another process's write, which takes milliseconds
 
 _SCHEMA = f"""
