@@ -69,23 +69,24 @@ class EnginePool:
         """A place at the engine with the fewest episodes, whose prefix cache then holds the episode's earlier turns.
         Engines take requests of a higher priority first."""
         seat = Seat(self, priority)
-        seat.engine = self._least_busy()
+        self._settle(seat)
         try:
             yield seat
         finally:
             self._leave(seat)
 
-    def _least_busy(self) -> _Engine | None:
-        """Also takes a place there. Any engine, if all are gone; None if there is none."""
+    def _settle(self, seat: Seat) -> None:
+        """At the living engine with the fewest seats, rather not at one that failed it. At any, if all are gone; at
+        none, if there is none."""
         living = [engine for engine in self._engines if not engine.return_] or self._engines
-        engine = min(living, key=lambda engine: engine.seats, default=None)
-        if engine:
-            engine.seats += 1
-        return engine
+        seat.engine = min(living, key=lambda engine: (engine is seat.failed_at, engine.seats), default=None)
+        if seat.engine:
+            seat.engine.seats += 1
 
     def _leave(self, seat: Seat) -> None:
         if seat.engine:
             seat.engine.seats -= 1
+        seat.engine = None
 
     def _serves(self, engine: _Engine | None) -> bool:
         return engine in self._engines and not engine.return_
@@ -96,7 +97,7 @@ class EnginePool:
         deadline = time.monotonic() + self.patience
         while not self._serves(seat.engine):
             self._leave(seat)
-            seat.engine = self._least_busy()
+            self._settle(seat)
             if self._serves(seat.engine):
                 break
             if time.monotonic() > deadline:
@@ -105,11 +106,13 @@ class EnginePool:
             await asyncio.sleep(LOOK_SECONDS / 10)
         return seat.engine.client
 
-    def note_gone(self, engine: _Engine, error: EngineGone | None = None) -> None:
-        """It died, or serves older weights than are published."""
-        self._last_error = error or self._last_error
+    def note_gone(self, seat: Seat, error: EngineGone | None = None) -> None:
+        """The seat's engine died, or serves older weights than are published: the seat leaves it."""
+        engine, self._last_error = seat.engine, error or self._last_error
         if not engine.return_ and engine in self._engines:
             engine.return_ = asyncio.create_task(self._await_return(engine))
+        seat.failed_at = engine
+        self._leave(seat)
 
     async def _await_return(self, engine: _Engine) -> None:
         while True:
@@ -136,6 +139,7 @@ class Seat:
     def __init__(self, pool: EnginePool, priority: int):
         self._pool, self._priority = pool, priority
         self.engine: _Engine | None = None
+        self.failed_at: _Engine | None = None
 
     async def generate(self, input_ids: list[int], *, max_new_tokens: int, **sampling) -> Generation:
         """As the client's, in requests of at most `request_tokens`, so that an engine that dies takes no more with it:
@@ -169,9 +173,9 @@ class Seat:
                     if wanted is None or not answer.versions or answer.versions[-1] >= wanted:
                         return answer
                     # A publication passed the engine by. Older tokens than pacing reckons with: sample them elsewhere.
-                    pool.note_gone(self.engine)
+                    pool.note_gone(self)
                 except EngineGone as error:
-                    pool.note_gone(self.engine, error)
+                    pool.note_gone(self, error)
                     deaths += 1
                     if deaths == MOST_DEATHS:
                         pool.convictions += 1
