@@ -26,7 +26,7 @@ class RolloutSection(Section):
     """Controller processes, which deal the prompts in turn: for fleets that one process cannot feed."""
     redundancy: int = Field(0, ge=0)
     """Rollouts of a group beyond rollouts_per_prompt: the first rollouts_per_prompt that end are trained, the others
-    cancelled. That favours short ones (docs/rollouts.md)."""
+    cancelled. That favours short ones (docs/pacing.md)."""
     max_new_tokens: int = Field(1024, ge=1)
     """Most tokens sampled in one turn."""
     max_tokens: int = Field(32768, ge=2)

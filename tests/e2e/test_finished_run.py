@@ -95,7 +95,8 @@ def test_histogram_in_tensorboard(events, steps, tag):
 def test_summary(summary):
     assert set(summary) == {
         "solve_rate_start", "solve_rate_end", "eval_episodes", "steps", "trajectories_trained", "mask_rate_mean",
-        "lag_mean", "lag_max", "mixed_version_trajectories", "seconds", "tokens_per_second"}
+        "lag_mean", "lag_max", "mixed_version_trajectories", "seconds", "tokens_per_second", "evaluations",
+        "not_trained"}
     assert summary["steps"] == TOTAL
     assert summary["trajectories_trained"] == TOTAL * BATCH
     assert summary["eval_episodes"] == EVALUATED
@@ -103,6 +104,19 @@ def test_summary(summary):
     assert summary["lag_max"] >= 1 and summary["lag_mean"] > 0
     assert summary["mixed_version_trajectories"] > 0
     assert 0 <= summary["mask_rate_mean"] < 1
+
+
+# If this fails, an evaluation of a real run is left out, trained on, or lost to whoever looks for it.
+def test_evaluations(finished, summary, events):
+    names = [one["name"] for one in summary["evaluations"]]
+    assert names[0] == "start" and names[-1] == "end" and len(names) == 3 and names[1].startswith("update ")
+    for one in summary["evaluations"]:
+        assert one["set"] == "guess_number" and one["episodes"] == EVALUATED
+        assert one["pass@1"] == one["avg@1"] == one["solve_rate"]
+    shown = events.Scalars("evaluation/guess_number/solve_rate")
+    assert [point.value for point in shown] == pytest.approx([one["solve_rate"] for one in summary["evaluations"]])
+    assert shown[0].step == 0 and shown[-1].step == TOTAL
+    assert query(finished.folder.store_path, "SELECT COUNT(*) FROM trajectories")[0][0] <= 9 * BATCH + TOTAL * BATCH
 
 
 # If this fails, the summary's times do not add up, so that nobody can say where a run's time went.

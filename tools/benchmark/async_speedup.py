@@ -164,10 +164,11 @@ def main() -> None:
         one["speedup"] = rows[0]["seconds_per_trajectory"] / one["seconds_per_trajectory"]
     show(rows)
     single = rows[-1]
+    met = single["speedup"] >= SPEEDUP_AIM and single["of_bound"] >= BOUND_AIM
     result = {"rows": rows, "speedup": single["speedup"], "speedup_aim": SPEEDUP_AIM,
-              "of_bound": single["of_bound"], "bound_aim": BOUND_AIM, "met": single["speedup"] >= SPEEDUP_AIM and single["of_bound"] >= BOUND_AIM}
-    print(f"single rollouts: {result['speedup']:.2f} x synchronous (aim {SPEEDUP_AIM}), {result['of_bound']:.2f} of the "
-          f"bound (aim {BOUND_AIM}): {'met' if result['met'] else 'missed'}")
+              "of_bound": single["of_bound"], "bound_aim": BOUND_AIM, "met": met}
+    print(f"single rollouts: {result['speedup']:.2f} x synchronous (aim {SPEEDUP_AIM}), {result['of_bound']:.2f} of "
+          f"the bound (aim {BOUND_AIM}): {'met' if met else 'missed'}")
     if options.json:
         options.json.write_text(json.dumps(result, indent=2) + "\n")
 
