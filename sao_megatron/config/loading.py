@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -72,7 +72,7 @@ def parse(data: dict, source: str = "config") -> RunConfig:
 def _known_keys(location: tuple) -> list[str]:
     model: Any = RunConfig
     for part in location:
-        model = model.model_fields[part].annotation
+        model = get_args(model)[1] if get_origin(model) is dict else model.model_fields[part].annotation
     return list(model.model_fields)
 
 

@@ -25,7 +25,7 @@ def test_rollout_fills_a_store(finished, start_run):
     assert {file.name for file in run.folder.log_dir.iterdir()} == {"engine-0.log", "controller.log"}
 
 
-# If this fails, a checkpoint cannot be evaluated by itself, or with other weights or fewer episodes than were asked for.
+# If this fails, a checkpoint cannot be evaluated by itself, or with other weights or fewer episodes.
 def test_evaluate_a_checkpoint(finished, tmp_path):
     command = [sys.executable, "-m", "sao_megatron.cli", "evaluate", str(finished.folder.export_path), "guess_number",
                "levers", "--episodes", "15", "--samples", "2", f"runs_dir={tmp_path}", "name=checked"]
