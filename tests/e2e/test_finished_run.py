@@ -108,14 +108,14 @@ def test_summary(summary):
 
 # If this fails, an evaluation of a real run is left out, trained on, or lost to whoever looks for it.
 def test_evaluations(finished, summary, events):
-    names = [one["name"] for one in summary["evaluations"]]
-    assert names[0] == "start" and names[-1] == "end" and len(names) == 3 and names[1].startswith("update ")
-    for one in summary["evaluations"]:
+    assert [one["name"] for one in summary["evaluations"]] == ["start", "update 3", "end"]
+    for one, version in zip(summary["evaluations"], (0, 3, STEPS), strict=True):
+        assert one["version"] == one["first_version"] == one["last_version"] == version  # evaluation.pinned
         assert one["set"] == "guess_number" and one["episodes"] == EVALUATED
         assert one["pass@1"] == one["avg@1"] == one["solve_rate"]
     shown = events.Scalars("evaluation/guess_number/solve_rate")
     assert [point.value for point in shown] == pytest.approx([one["solve_rate"] for one in summary["evaluations"]])
-    assert shown[0].step == 0 and shown[-1].step == TOTAL
+    assert [point.step for point in shown] == [0, CRITIC_ONLY + 3, TOTAL]
     assert query(finished.folder.store_path, "SELECT COUNT(*) FROM trajectories")[0][0] <= 9 * BATCH + TOTAL * BATCH
 
 
