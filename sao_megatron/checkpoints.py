@@ -19,7 +19,7 @@ from sao_megatron.errors import RunError, UserError
 
 FORMAT = 1
 MAY_CHANGE = {"name", "runs_dir", "steps", "restarts", "parallel", "rollout", "evaluation", "engine", "publication",
-              "checkpoint", "alarms", "tokens"}
+              "checkpoint", "alarms", "tokens", "writers", "cluster", "sandbox"}
 """Keys of a config that a run may change when it goes on; `steps` moves the end of decaying learning rates with it."""
 _COMPLETE = re.compile(r"step-(\d{8})")
 

@@ -1,7 +1,7 @@
 """`sao-megatron <verb>`: the command line. `train` runs everything on one machine; the role verbs are what it starts.
 
-Exit codes: 0 done, 1 a valid run failed, 2 bad input, 130 interrupted. Heavy imports are inside the verbs, so that help
-comes at once.
+Exit codes: 0 done, 1 a valid run failed, 2 bad input, 75 ended before its end and to be started again, 130 interrupted.
+Heavy imports are inside the verbs, so that help comes at once.
 """
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from sao_megatron.errors import RunError, UserError
+from sao_megatron.errors import RunError, Unfinished, UserError
 
 _TRAIN = """\
 Train on this machine: checks the recipe, then starts engines, controller and learner ranks, shows one line per step,
@@ -17,6 +17,19 @@ and ends them all together. Outputs go to runs/<name>/: config.yaml, logs/, Tens
 
 example:
   sao-megatron train configs/guess-number-cpu.yaml name=first steps=50 algorithm.eps_high=3.0"""
+_SUBMIT = """\
+Queue a run on a Slurm cluster: checks layout, nodes, GPUs, memory and checkpoint, asks Slurm whether it would take the
+job, then calls sbatch with the options that the recipe's `cluster` section means. docs/slurm.md starts at the login.
+
+examples:
+  sao-megatron submit configs/qwen3-30b-a3b-math.yaml --dry-run
+  sao-megatron submit configs/qwen3-30b-a3b-math.yaml name=first cluster.account=mine cluster.chain=3"""
+_STATUS = """\
+How a run is doing, from any machine that sees its folder: step, reward, speed, lag, engines, time by phase, the last
+checkpoint, restarts and their causes. Reads only.
+
+example:
+  sao-megatron status runs/first --watch"""
 _RESUME = """\
 Go on with a run that was interrupted or failed, from its newest checkpoint; trajectories that its weights have not been
 trained on are trained on again, none twice. Settings of the machine and of the pace may change, and steps may be added.
@@ -51,6 +64,12 @@ Run episodes on the run's engines and append each finished trajectory to the run
 
 example:
   sao-megatron controller runs/first"""
+_SANDBOX = """\
+Run a model's code for the controllers of a run: one sandbox server (what `train` starts where the recipe has
+sandbox.servers; on a cluster, one on each rollout node). Ends at once where this machine cannot isolate it.
+
+example:
+  sao-megatron sandbox runs/first --index 0"""
 _LEARNER = """\
 One learner rank. RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT come from whoever starts the ranks.
 
@@ -85,16 +104,29 @@ examples:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one verb; returns the exit code. A person's or a run's fault is one sentence on stderr, never a traceback."""
-    arguments = _parser().parse_args(argv)
+    arguments = _parse(argv)
     try:
         arguments.run(arguments)
     except UserError as error:
         return _fail(error, 2)
     except RunError as error:
         return _fail(error, 1)
+    except Unfinished as reason:
+        return _fail(reason, 75)
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
     return 0
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    """argparse takes no more key=value once an option has come between: they are added here."""
+    parser = _parser()
+    arguments, more = parser.parse_known_args(argv)
+    if more and (not hasattr(arguments, "overrides") or any(word.startswith("-") for word in more)):
+        parser.error(f"unrecognized arguments: {' '.join(more)}")
+    if more:
+        arguments.overrides = [*arguments.overrides, *more]
+    return arguments
 
 
 def _fail(error: object, code: int) -> int:
@@ -118,6 +150,8 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("recipe", type=Path, help="YAML file, such as configs/guess-number-cpu.yaml")
     train.add_argument("overrides", nargs="*", metavar="key=value",
                        help="replace a value of the recipe (dotted key, YAML value)")
+    train.add_argument("--slurm", action="store_true",
+                       help="on the nodes of this Slurm job (slurm/train.sbatch says so); a run that has begun goes on")
     continued = verb("resume", _resume, _RESUME, "go on with a run from its newest checkpoint")
     continued.add_argument("run_dir", type=Path, help="the run's folder, such as runs/first")
     filled = verb("rollout", _rollout, _ROLLOUT, "fill a store with trajectories, without a learner")
@@ -134,7 +168,15 @@ def _parser() -> argparse.ArgumentParser:
                           help="a run's folder, or its trajectories.sqlite")
     for sub in (continued, filled, replayed):
         sub.add_argument("overrides", nargs="*", metavar="key=value", help="replace a value of the recipe")
+    queued = verb("submit", _submit, _SUBMIT, "queue a run on a Slurm cluster")
+    queued.add_argument("recipe", type=Path, help="YAML file, such as configs/qwen3-30b-a3b-math.yaml")
+    queued.add_argument("--dry-run", action="store_true", help="check and show the job, queue nothing")
+    queued.add_argument("overrides", nargs="*", metavar="key=value", help="replace a value of the recipe")
+    watched = verb("status", _status, _STATUS, "how a run is doing")
+    watched.add_argument("run_dir", type=Path, help="the run's folder, such as runs/first")
+    watched.add_argument("--watch", action="store_true", help="show it again every few seconds, until Ctrl-C")
     roles = [verb("engine", _engine, _ENGINE, "serve one engine of a run"),
+             verb("sandbox", _sandbox, _SANDBOX, "run a model's code for a run"),
              verb("controller", _controller, _CONTROLLER, "run the episodes of a run"),
              verb("learner", _learner, _LEARNER, "run one learner rank of a run"),
              verb("summary", _summary, _SUMMARY, "compute and print a run's summary"),
@@ -142,7 +184,8 @@ def _parser() -> argparse.ArgumentParser:
     for role in roles:
         role.add_argument("run_dir", type=Path, help="the run's folder, such as runs/first")
     roles[0].add_argument("--index", type=int, required=True, help="which of the run's engines, from 0")
-    roles[1].add_argument("--index", type=int, help="only this one of rollout.controllers, from 0")
+    roles[1].add_argument("--index", type=int, required=True, help="which of the run's sandbox servers, from 0")
+    roles[2].add_argument("--index", type=int, help="only this one of rollout.controllers, from 0")
     look = roles[-1]
     look.add_argument("--html", type=Path, metavar="out.html", help="write a page instead of printing")
     look.add_argument("--compare", type=Path, metavar="run_dir", help="another run's folder, to stand beside it")
@@ -159,7 +202,17 @@ def _parser() -> argparse.ArgumentParser:
 
 def _train(arguments) -> None:
     from sao_megatron import launcher
-    launcher.train(arguments.recipe, arguments.overrides)
+    launcher.train(arguments.recipe, arguments.overrides, arguments.slurm)
+
+
+def _submit(arguments) -> None:
+    from sao_megatron.submission import job
+    job.submit(arguments.recipe, arguments.overrides, arguments.dry_run)
+
+
+def _status(arguments) -> None:
+    from sao_megatron.telemetry import status
+    status.show(arguments.run_dir, arguments.watch)
 
 
 def _resume(arguments) -> None:
@@ -189,6 +242,11 @@ def _replay(arguments) -> None:
 def _engine(arguments) -> None:
     from sao_megatron import roles
     roles.engine(arguments.run_dir, arguments.index)
+
+
+def _sandbox(arguments) -> None:
+    from sao_megatron import roles
+    roles.sandbox(arguments.run_dir, arguments.index)
 
 
 def _controller(arguments) -> None:

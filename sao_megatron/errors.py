@@ -11,3 +11,8 @@ class RunError(Exception):
 
 class EngineGone(RunError):
     """An engine has died, or its server fails: others may live, and it may come back."""
+
+
+class Unfinished(Exception):
+    """A run that is well ended before its end: its time is up, or a node is gone. The CLI prints it and exits with 75,
+    which asks for the run to be started again (slurm/train.sbatch puts the job back into the queue)."""

@@ -1,40 +1,45 @@
-"""`sao-megatron train`, `resume`, `rollout`, `replay`: one machine's whole run, from a recipe to a summary.
+"""`sao-megatron train`, `resume`, `rollout`, `replay`: a whole run, from a recipe to a summary.
 
 Everything that can be refused is refused before any process starts; then engines, controller and learner ranks start
 together and are watched (watch.py) until the run has finished, or until one of them dies and takes the run with it.
+Where they start is the placement's: this machine, or the nodes of the Slurm job that we are in.
 """
 from __future__ import annotations
 
-import random
 import shutil
-import socket
-import sys
 import time
-from itertools import islice
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from sao_megatron import config as run_config
 from sao_megatron.checkpoints import check_same_run, keeps_optimizer
 from sao_megatron.config import RunConfig
-from sao_megatron.device import gpu_names, has_gpu
-from sao_megatron.errors import RunError, UserError
+from sao_megatron.errors import RunError, Unfinished, UserError
+from sao_megatron.placement.plan import OneMachine, Placement
 from sao_megatron.run_folder import RunFolder
-from sao_megatron.supervisor import ProcessSpec, Supervisor
+from sao_megatron.supervisor import Supervisor
 from sao_megatron.telemetry import summary
+from sao_megatron.telemetry.events import Events, fruitless, read
 from sao_megatron.telemetry.progress import Progress
 from sao_megatron.trajectory.recorded import find_store
 from sao_megatron.trajectory.store import Store
-from sao_megatron.watch import Plan, Watch
+from sao_megatron.watch import Watch
 
-FREE_PORTS = range(10000, 32768)
-"""Where ports for engines are sought: Linux gives those above to outgoing connections, and an engine binds its port up
-to a minute after it was found free."""
+LOCK_SECONDS = 180.0
+"""On a cluster, for the file server to notice that the machine of an earlier launcher is dead."""
 
 
-def train(recipe: Path, overrides: list[str]) -> None:
-    """Run the recipe to its end. Raises UserError before anything starts, RunError if a process fails later."""
-    _new_run(run_config.load(recipe, overrides))
+def train(recipe: Path, overrides: list[str], slurm: bool = False) -> None:
+    """Run the recipe to its end. Raises UserError before anything starts, RunError if a process fails later, Unfinished
+    if it was asked to end (SIGUSR1) or lost a node.
+
+    `slurm`: on the nodes of this Slurm job; and as a job may start many times, a run that has begun goes on.
+    """
+    config = run_config.load(recipe, overrides)
+    folder = RunFolder(config.run_dir)
+    if slurm and folder.config_path.is_file():
+        _go_on(config, folder, slurm)
+    else:
+        _new_run(config, slurm=slurm)
 
 
 def rollout(recipe: Path, overrides: list[str]) -> None:
@@ -68,13 +73,15 @@ def replay(recipe: Path, overrides: list[str], trajectories: Path) -> None:
     _new_run(config, find_store(trajectories, config.total_steps * config.batch.trajectories))
 
 
-def _new_run(config: RunConfig, recorded: Path | None = None) -> None:
+def _new_run(config: RunConfig, recorded: Path | None = None, slurm: bool = False) -> None:
     folder = RunFolder(config.run_dir)
-    progress = Progress(config.total_steps)
+    progress = _progress(config, folder)
     progress.note(f"checking the recipe; outputs go to {folder.path}")
     _claim(folder)
     try:
-        plan = prepare(_loadable(config, folder), folder)
+        config = _loadable(config, folder)
+        prepare(config, folder)
+        placement = _place(config, folder, slurm)
         if recorded:
             with Store(recorded) as store:
                 store.copy_for_replay(folder.store_path)
@@ -82,7 +89,11 @@ def _new_run(config: RunConfig, recorded: Path | None = None) -> None:
         shutil.rmtree(folder.path)  # nothing has run: leave the name free for the next try
         raise
     with folder.lock():
-        _run(config, folder, plan, progress)
+        _run(config, folder, placement, progress)
+
+
+def _progress(config: RunConfig, folder: RunFolder) -> Progress:
+    return Progress(config.total_steps, journal=Events(folder.events_path))
 
 
 def _loadable(config: RunConfig, folder: RunFolder) -> RunConfig:
@@ -105,43 +116,75 @@ def _claim(folder: RunFolder) -> None:
 def resume(run_dir: Path, overrides: list[str]) -> None:
     """Go on with a run that did not finish, or with more steps, from its newest checkpoint. Raises like `train`."""
     folder = RunFolder(run_dir)
-    before = folder.config()
+    folder.config()
     config = run_config.load(folder.config_path, overrides)
-    check_same_run(before, config)
-    progress = Progress(config.total_steps)
-    with folder.lock():
-        _check_unfinished(config, folder)
+    if _is_finished(config, folder):
+        raise UserError(f"{folder.path} has finished its {config.total_steps} steps: give more with steps=..., or "
+                        "start a new run")
+    _go_on(config, folder)
+
+
+def _go_on(config: RunConfig, folder: RunFolder, slurm: bool = False) -> None:
+    check_same_run(folder.config(), config)
+    progress = _progress(config, folder)
+    with folder.lock(LOCK_SECONDS if slurm else 0.0):
+        if _is_finished(config, folder):
+            progress.note(f"{folder.path} has finished its {config.total_steps} steps")
+            return
         latest = folder.checkpoints.latest()
         progress.note(f"{folder.path} goes on from " + (f"step {latest.step}" if latest else "its beginning: it has no "
                                                         "checkpoint"))
         if latest and not keeps_optimizer(latest.state(), config):
             progress.note("WARNING: the experts are laid out differently (parallel.ep, parallel.etp): weights go on as "
                           "they are, the optimizers begin anew")
-        _run(config, folder, prepare(config, folder), progress)
+        progress.saved_step = latest.step if latest else 0
+        if slurm:
+            _refuse_a_crash_loop(config, folder, progress.saved_step)
+        prepare(config, folder)
+        _run(config, folder, _place(config, folder, slurm), progress)
 
 
-def _check_unfinished(config: RunConfig, folder: RunFolder) -> None:
+def _is_finished(config: RunConfig, folder: RunFolder) -> bool:
     with Store(folder.store_path) as store:
         finished, steps = store.get_state("finished"), len(store.steps())
-    if finished and (folder.export_path.exists() or config.mode == "rollout") and steps >= config.total_steps:
-        raise UserError(f"{folder.path} has finished its {steps} steps: give more with steps=..., or start a new run")
+    return bool(finished and (folder.export_path.exists() or config.mode == "rollout") and steps >= config.total_steps)
 
 
-def _run(config: RunConfig, folder: RunFolder, plan: Plan, progress: Progress) -> None:
-    with Store(folder.store_path) as store, Supervisor(folder.log_dir) as supervisor:
-        store.forget("finished", "stop")
-        if store.get_state(summary.STARTED_AT) is None:
-            store.set_state(summary.STARTED_AT, time.time())
-        watch = Watch(config, plan, store, supervisor, progress)
-        watch.start()
-        progress.note(f"started {', '.join(supervisor.names)}; logs are in {folder.log_dir}")
-        try:
-            watch.until_done()
-        except RunError as error:
-            raise RunError(f"{error}\ngo on with: sao-megatron resume {folder.path}") from None
-        finally:
-            progress.close()
-            progress.note("stopping what still runs")
+def _refuse_a_crash_loop(config: RunConfig, folder: RunFolder, saved_step: int) -> None:
+    """Raises RunError where the job was put back into the queue often enough without a newer checkpoint."""
+    events = fruitless(read(folder.events_path))
+    starts = [event for event in events if event.kind == "start"]
+    if not starts or saved_step > starts[0].step or len(starts) <= config.cluster.requeues:
+        return
+    first = next((event for event in events if event.kind not in ("start", "node_excluded")), None)
+    cause = first.why if first else "the journal holds no cause: a node was lost without a word, see Slurm's log"
+    raise RunError(f"{cause}\nthat was the first of {len(starts)} tries without a checkpoint after step {saved_step} "
+                   f"(cluster.requeues={config.cluster.requeues}); all are in {folder.events_path}")
+
+
+def _place(config: RunConfig, folder: RunFolder, slurm: bool) -> Placement:
+    """Raises UserError where the machines do not hold the run."""
+    if slurm:
+        from sao_megatron.placement.slurm import SlurmPlacement
+        return SlurmPlacement(config, folder)
+    from sao_megatron.placement.local import local_plan
+    return OneMachine(local_plan(config, folder), folder.log_dir)
+
+
+def _run(config: RunConfig, folder: RunFolder, placement: Placement, progress: Progress) -> None:
+    progress.event("start", folder.path.name, f"started from step {progress.saved_step}")
+    try:
+        _watch(config, folder, placement, progress)
+    except Unfinished as reason:
+        progress.event("requeue", folder.path.name, str(reason))
+        raise
+    except (RunError, UserError) as error:
+        progress.event("failure", folder.path.name, str(error))
+        raise type(error)(f"{error}\ngo on with: sao-megatron resume {folder.path}") from None
+    except (KeyboardInterrupt, SystemExit):
+        progress.event("end", folder.path.name, "interrupted")
+        raise
+    progress.event("end", folder.path.name, "finished")
     written = summary.write_summary(folder.path)
     if config.evaluation.only:
         summary.show_evaluations(written)
@@ -149,30 +192,45 @@ def _run(config: RunConfig, folder: RunFolder, plan: Plan, progress: Progress) -
         summary.show(written)
 
 
-def prepare(config: RunConfig, folder: RunFolder) -> Plan:
-    """Check model, algorithm, layout, task, GPUs and ports (UserError), and write the run's folder."""
+def _watch(config: RunConfig, folder: RunFolder, placement: Placement, progress: Progress) -> None:
+    with Store(folder.store_path) as store, Supervisor(placement.log_dir) as supervisor:
+        store.forget("finished", "stop")
+        if store.get_state(summary.STARTED_AT) is None:
+            store.set_state(summary.STARTED_AT, time.time())
+        placement.check(supervisor, progress)
+        folder.place_engines(placement.plan().urls)
+        watch = Watch(config, placement, store, supervisor, progress)
+        watch.start()
+        progress.note(f"started {', '.join(supervisor.names)}; logs are in {supervisor.log_dir}")
+        try:
+            watch.until_done()
+        finally:
+            progress.close()
+            progress.note("stopping what still runs")
+
+
+def prepare(config: RunConfig, folder: RunFolder) -> None:
+    """Check model, algorithm, layout and task (UserError), and write the run's folder."""
     from sao_megatron.learner import layout
     from sao_megatron.rollout.tasks import load_task
+    from sao_megatron.telemetry import writers
     from sao_megatron.weights import value_head
     from sao_megatron.weights.hf import prepare_model, read_config
 
-    _check_algorithm(config)
+    check_algorithm(config)
     model_dir = prepare_model(config, folder.path)
     hf_config = read_config(model_dir)
     layout.check(config, hf_config)
     value_head.check(config, hf_config)
-    _check_task(config, load_task(config.task.name, config.task.options, model_dir), hf_config["vocab_size"])
+    writers.check(config)
+    check_task(config, load_task(config.task.name, config.task.options, model_dir), hf_config["vocab_size"])
     for name, one in config.evaluation.sets.items():
         _check_vocabulary(f"evaluation.sets.{name}", load_task(one.task.name, one.task.options, model_dir),
                           hf_config["vocab_size"])
-    devices = _devices(config) if has_gpu() else None
     run_config.save(config, folder.config_path)
-    urls = [] if config.mode == "replay" else [f"http://{config.engine.host}:{port}" for port in _engine_ports(config)]
-    folder.place_engines(urls)
-    return _plan(config, folder, urls, devices)
 
 
-def _check_algorithm(config: RunConfig) -> None:
+def check_algorithm(config: RunConfig) -> None:
     from sao_megatron.algorithm import presets
     choices = config.algorithm.model_dump(exclude={"preset"})
     try:
@@ -193,7 +251,7 @@ def _check_vocabulary(key: str, task, vocab_size: int) -> None:
                         f"{task.vocab_size}")
 
 
-def _check_task(config: RunConfig, task, vocab_size: int) -> None:
+def check_task(config: RunConfig, task, vocab_size: int) -> None:
     _check_vocabulary("task.name", task, vocab_size)
     if config.warmup.steps:
         try:
@@ -201,67 +259,3 @@ def _check_task(config: RunConfig, task, vocab_size: int) -> None:
         except NotImplementedError:
             raise UserError(f"warmup.steps: task {config.task.name} has no demonstrations to warm up on: "
                             f"set warmup.steps=0") from None
-
-
-def _devices(config: RunConfig) -> list[str]:
-    """The GPUs in use, as CUDA_VISIBLE_DEVICES names them: the learner's first, then each engine's."""
-    devices = gpu_names()
-    needed = _learner_ranks(config) + (0 if config.mode == "replay" else config.engine.count * config.engine.tp)
-    if len(devices) < needed:
-        raise UserError(f"this machine has {len(devices)} GPUs, the recipe needs {needed} "
-                        f"(parallel.ranks={config.parallel.ranks}, engine.count={config.engine.count} times "
-                        f"engine.tp={config.engine.tp}): make one of them smaller")
-    return devices
-
-
-def _learner_ranks(config: RunConfig) -> int:
-    return 0 if config.mode == "rollout" else config.parallel.ranks
-
-
-def _engine_ports(config: RunConfig) -> list[int]:
-    host, first, count = config.engine.host, config.engine.port, config.engine.count
-    if first == 0:
-        free = (port for port in random.sample(FREE_PORTS, len(FREE_PORTS)) if _cannot_bind(host, port) is None)
-        ports = sorted(islice(free, count))
-        if len(ports) < count:
-            raise UserError(f"engine.host={host}: {len(ports)} ports can be used, {count} are needed "
-                            f"({_cannot_bind(host, FREE_PORTS[0])}): give an address of this machine")
-        return ports
-    ports = list(range(first, first + count))
-    for port in ports:
-        if error := _cannot_bind(host, port):
-            raise UserError(f"engine.port={first}: port {port} of {host} cannot be used ({error}): "
-                            f"choose another, or 0 for free ones")
-    return ports
-
-
-def _cannot_bind(host: str, port: int) -> Exception | None:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except (OSError, OverflowError) as error:
-            return error
-    return None
-
-
-def _plan(config: RunConfig, folder: RunFolder, urls: list[str], devices: list[str] | None) -> Plan:
-    """`devices`: GPU names, None without GPUs."""
-    from sao_megatron.engine.process import engine_command, engine_environment
-    ranks, tp, gpu = _learner_ranks(config), config.engine.tp, devices is not None
-    common = {"PYTHONUNBUFFERED": "1"} | ({} if gpu else {"OMP_NUM_THREADS": "1"})
-    cli = [sys.executable, "-m", "sao_megatron.cli"]
-
-    def on(first: int, count: int) -> dict[str, str]:
-        return common | ({"CUDA_VISIBLE_DEVICES": ",".join(devices[first:first + count])} if gpu else {})
-
-    engines = [ProcessSpec(f"engine-{i}",
-                           engine_command(config, folder.model_dir(config), urlsplit(url).port, gpu),
-                           engine_environment(gpu, tp) | on(ranks + i * tp, tp)) for i, url in enumerate(urls)]
-    group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    learners = [ProcessSpec(f"learner-{rank}", [*cli, "learner", str(folder.path)],
-                            on(0, ranks) | group | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
-                for rank in range(ranks)]
-    controller = None if config.mode == "replay" else ProcessSpec(
-        "controller", [*cli, "controller", str(folder.path)], common)
-    return Plan(engines, controller, learners, urls)

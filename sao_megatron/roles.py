@@ -2,9 +2,11 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -76,6 +78,7 @@ async def _beside(others: list[subprocess.Popen], own: Coroutine) -> None:
 async def _control(folder: RunFolder, config: RunConfig, store, index: int) -> None:
     from sao_megatron.engine.client import EngineClient
     from sao_megatron.rollout.controller import run_controller
+    from sao_megatron.rollout.engine_metrics import watch_engines
     from sao_megatron.rollout.evaluate import evaluation_sets
     # Read directly: weights.hf would import torch, which this process does without.
     vocab_size = json.loads((folder.model_dir(config) / "config.json").read_text())["vocab_size"]
@@ -89,14 +92,33 @@ async def _control(folder: RunFolder, config: RunConfig, store, index: int) -> N
                 clients[url] = EngineClient(url, vocab_size, config.rollout.request_timeout)
         return [clients[url] for url in urls]
 
+    looking: list[asyncio.Task] = []
     try:
         deadline = time.monotonic() + config.engine.start_timeout
-        await asyncio.gather(*(_healthy(client, deadline, config.engine.start_timeout) for client in listed()))
+        await _first(_healthy(client, deadline, config.engine.start_timeout) for client in listed())
         task = _task(folder, config)
         sets = evaluation_sets(config, task, folder.model_dir(config))
+        if index == 0:
+            looking.append(asyncio.create_task(watch_engines(listed, store)))
         await run_controller(config, task, store, listed(), index=index, sets=sets, find_clients=listed)
     finally:
+        for watching in looking:
+            watching.cancel()
         await asyncio.gather(*(client.close() for client in clients.values()))
+
+
+async def _first(waits) -> None:
+    """Until one engine is healthy (the pool finds out about the others). Raises RunError if none will be."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    for done in asyncio.as_completed(tasks):
+        try:
+            await done
+            break
+        except RunError:
+            if all(task.done() for task in tasks):
+                raise
+    for task in tasks:
+        task.cancel()
 
 
 async def _healthy(client, deadline: float, timeout: float) -> None:
@@ -107,11 +129,33 @@ async def _healthy(client, deadline: float, timeout: float) -> None:
         await asyncio.sleep(0.5)
 
 
+def sandbox(run_dir: Path, index: int) -> None:
+    """Be sandbox server `index` until told to end."""
+    folder = RunFolder(run_dir)
+    config, (urls, token) = folder.config(), folder.sandboxes()
+    if not 0 <= index < len(urls):
+        raise UserError(f"--index {index}: {folder.sandboxes_path} names {len(urls)} servers, so 0 to {len(urls) - 1}")
+    from sao_megatron.sandbox.pool import Pool
+    from sao_megatron.sandbox.server import serve
+    url = urlsplit(urls[index])
+    asyncio.run(serve(Pool.of(config.sandbox), token, url.hostname, url.port, config.sandbox.idle_timeout))
+
+
+def _sandbox(folder: RunFolder, config: RunConfig):
+    """Where a task's code runs: in this process's own sessions, or on the run's servers."""
+    from sao_megatron.sandbox.client import RemoteSandbox
+    from sao_megatron.sandbox.pool import Pool
+    if not config.sandbox.servers:
+        return Pool.of(config.sandbox)
+    return RemoteSandbox(*folder.sandboxes(), config.sandbox.seconds, config.sandbox.patience)
+
+
 def learner(run_dir: Path) -> None:
     """Train as the rank that RANK and WORLD_SIZE name."""
     if missing := [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
         raise UserError(f"learner: {', '.join(missing)} not set in the environment: "
                         f"start the ranks with torchrun or srun")
+    faulthandler.register(signal.SIGUSR2, all_threads=True)  # hang.py asks for the stacks
     folder = RunFolder(run_dir)
     config = folder.config()
     from sao_megatron.learner import loop

@@ -3,6 +3,9 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
+import secrets
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +32,11 @@ class RunFolder:
         return self.path / "engines.json"
 
     @property
+    def sandboxes_path(self) -> Path:
+        """JSON: the sandbox servers' URLs, by index, and the token that they ask for. Only its owner can read it."""
+        return self.path / "sandboxes.json"
+
+    @property
     def store_path(self) -> Path:
         return self.path / "trajectories.sqlite"
 
@@ -36,6 +44,11 @@ class RunFolder:
     def tokens_dir(self) -> Path:
         """Token records, one Parquet file a step (telemetry/records.py)."""
         return self.path / "tokens"
+
+    @property
+    def events_path(self) -> Path:
+        """Restarts and their causes (telemetry/events.py)."""
+        return self.path / "events.jsonl"
 
     @property
     def paused_path(self) -> Path:
@@ -60,13 +73,20 @@ class RunFolder:
         return self.path / "summary.json"
 
     @contextmanager
-    def lock(self) -> Iterator[None]:
-        """Be the only launcher of this run. Raises UserError if there is one; the lock ends with its process."""
+    def lock(self, patience: float = 0.0) -> Iterator[None]:
+        """Be the only launcher of this run. Raises UserError if there is one; the lock ends with its process.
+
+        `patience`: seconds to wait, as a file server may know late that a machine is dead."""
+        deadline = time.monotonic() + patience
         with (self.path / "lock").open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise UserError(f"{self.path} is running: end that `sao-megatron` first") from None
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except OSError:
+                    if time.monotonic() > deadline:
+                        raise UserError(f"{self.path} is running: end that `sao-megatron` first") from None
+                    time.sleep(1.0)
             yield
 
     def config(self) -> RunConfig:
@@ -88,4 +108,22 @@ class RunFolder:
         return json.loads(self.engines_path.read_text())
 
     def place_engines(self, urls: list[str]) -> None:
-        self.engines_path.write_text(json.dumps(urls, indent=2) + "\n")
+        """At once: learner and controllers read the list again and again."""
+        part = self.engines_path.with_suffix(".part")
+        part.write_text(json.dumps(urls, indent=2) + "\n")
+        part.rename(self.engines_path)
+
+    def place_sandboxes(self, urls: list[str]) -> None:
+        """With a new token: servers that are left of an earlier start do not take it."""
+        self.sandboxes_path.unlink(missing_ok=True)
+        descriptor = os.open(self.sandboxes_path, os.O_WRONLY | os.O_CREAT, 0o600)
+        with open(descriptor, "w") as file:
+            json.dump({"urls": urls, "token": secrets.token_urlsafe(32)}, file, indent=2)
+
+    def sandboxes(self) -> tuple[list[str], str]:
+        """(URLs, token) of the sandbox servers. Raises UserError if they were not placed yet."""
+        if not self.sandboxes_path.is_file():
+            raise UserError(f"{self.sandboxes_path} does not exist: `sao-megatron train` writes the sandbox servers' "
+                            f"URLs there before it starts them, where the recipe has sandbox.servers")
+        placed = json.loads(self.sandboxes_path.read_text())
+        return placed["urls"], placed["token"]

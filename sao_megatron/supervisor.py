@@ -1,14 +1,13 @@
-"""Child processes of one run on one machine, which end together.
+"""Child processes of one run, which end together. On a cluster each is the srun of a step.
 
 Each child leads a session of its own (so that a Ctrl-C in the terminal reaches only us, and so that everything it
 forks can be found and ended) and writes one log file. Signals to us only set a mark that `poll` turns into an
 exception: nothing is ever interrupted halfway, and the context manager ends every child on the way out. Should we be
-killed with SIGKILL, the kernel ends the children.
+killed with SIGKILL, the kernel ends the children. SIGUSR1 asks for an end at the next good moment (`asked_to_end`).
 """
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import time
@@ -19,14 +18,13 @@ from pathlib import Path
 
 import psutil
 
+from sao_megatron.blame import first_task, last_words
 from sao_megatron.child import end_with_parent
 from sao_megatron.errors import RunError
 
 GRACE_SECONDS = 10.0
 """Between SIGTERM and SIGKILL."""
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_RANK = re.compile(r"^\[rank\d+\]: ")
-"""What torch.distributed puts before each line of a traceback."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +34,8 @@ class ProcessSpec:
     name: str
     command: list[str]
     environment: dict[str, str] = field(default_factory=dict)
+    parts: tuple[str, ...] = ()
+    """Of a step of several tasks: the names under which each writes a log of its own."""
 
 
 class Supervisor:
@@ -46,12 +46,16 @@ class Supervisor:
         self.log_dir = log_dir
         self._grace = grace
         self._children: dict[str, subprocess.Popen] = {}
+        self._parts: dict[str, tuple[str, ...]] = {}
+        self.asked_to_end = False
+        """Whether SIGUSR1 came: soon there will be no more time."""
         self._signal: int | None = None
         self._handlers: dict[int, object] = {}
 
     def __enter__(self) -> Supervisor:
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self._handlers = {number: signal.signal(number, self._on_signal) for number in _HANDLED}
+        self._handlers[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._on_request)
         return self
 
     def __exit__(self, *_) -> None:
@@ -62,13 +66,18 @@ class Supervisor:
     def _on_signal(self, number, _frame) -> None:
         self._signal = number
 
+    def _on_request(self, _number, _frame) -> None:
+        self.asked_to_end = True
+
     def log_path(self, name: str) -> Path:
         return self.log_dir / f"{name}.log"
 
     def start(self, specs: list[ProcessSpec]) -> None:
         """Start all of them without waiting. Raises RunError where a command cannot be executed."""
         for spec in specs:
-            self._keep_log(spec.name)
+            for name in (spec.name, *spec.parts):
+                self._keep_log(name)
+            self._parts[spec.name] = spec.parts
             with self.log_path(spec.name).open("wb") as log:
                 try:
                     self._children[spec.name] = subprocess.Popen(
@@ -121,9 +130,29 @@ class Supervisor:
         for child in ending:
             child.wait(timeout=GRACE_SECONDS)
 
+    def forget(self, names: Iterable[str]) -> None:
+        """Count these, which have ended, no longer among the children."""
+        for name in names:
+            del self._children[name]
+
     def _reap(self) -> None:
         for child in self._children.values():
             child.poll()
+
+    def send_signal(self, names: Iterable[str], number: int) -> None:
+        """Send a signal to these children alone (an srun passes it on to its tasks)."""
+        for name in names:
+            if self._children[name].poll() is None:
+                self._children[name].send_signal(number)
+
+    def culprit(self, name: str) -> tuple[str, str | None]:
+        """(Of a child that ended: the name of the log that says why, what srun says of it.)"""
+        parts = self._parts[name]
+        if parts and (found := first_task(self.log_path(name))):
+            task, how = found
+            if self.log_path(parts[task]).exists():
+                return parts[task], how
+        return name, None
 
     def failure(self, names: list[str], suspects: list[str] | None = None) -> RunError:
         """The error for children that ended though they should not have.
@@ -133,10 +162,12 @@ class Supervisor:
         name = min(suspects or names, key=lambda name: self.log_path(name).stat().st_mtime)
         others = f" (then also {', '.join(sorted(set(names) - {name}))})" if len(names) > 1 else ""
         code = self._children[name].returncode
-        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        how = f"with signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        name, srun = self.culprit(name)
+        how = how if srun is None else f"({srun})"
         reason, tail = last_words(self.log_path(name))
         return RunError("\n".join([
-            f"{name} ended unexpectedly with {how}{others}: {reason}; its log is {self.log_path(name)}",
+            f"{name} ended unexpectedly {how}{others}: {reason}; its log is {self.log_path(name)}",
             *(f"  | {line}" for line in tail)]))
 
 
@@ -148,39 +179,3 @@ def _living(sessions: set[int]) -> list[psutil.Process]:
             if os.getsid(process.pid) in sessions and process.info["status"] != psutil.STATUS_ZOMBIE:
                 living.append(process)
     return living
-
-
-def last_words(log: Path, lines: int = 5) -> tuple[str, list[str]]:
-    """Why a process ended, as far as its log tells: (the reason in one line, the last `lines` lines).
-
-    The reason is our own one-sentence error, else what SGLang says of a process of its own that a signal killed (which
-    left no traceback: one in the log is older), else the last line of the last traceback, else the last line.
-    """
-    text = [_RANK.sub("", line).rstrip() for line in _tail(log).splitlines()]
-    text = [line for line in text if line]
-    if not text:
-        return "its log is empty", []
-    return _own_error(text) or _killed_part(text) or _traceback_end(text) or text[-1].strip(), text[-lines:]
-
-
-def _own_error(text: list[str]) -> str | None:
-    own = [line for line in text if line.startswith("sao-megatron: ")]
-    return own[-1].removeprefix("sao-megatron: ") if own else None
-
-
-def _traceback_end(text: list[str]) -> str | None:
-    starts = [i for i, line in enumerate(text) if "Traceback (most recent call last)" in line]
-    if not starts:
-        return None
-    return next((line for line in text[starts[-1] + 1:] if not line[0].isspace()), None)
-
-
-def _killed_part(text: list[str]) -> str | None:
-    killed = re.compile(r"Subprocess \S+ \(pid=\d+\) crashed with exit code -\d")
-    return next((line for line in text if killed.search(line)), None)
-
-
-def _tail(path: Path, size: int = 65536) -> str:
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - size))
-        return file.read().decode(errors="replace")

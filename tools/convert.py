@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
             case "hf-to-megatron":
                 formats.hf_to_megatron(arguments.source, arguments.target, arguments.dtype)
             case "megatron-to-hf":
-                formats.megatron_to_hf(arguments.source, arguments.target, arguments.model)
+                formats.megatron_to_hf(arguments.source, arguments.target, arguments.model, arguments.mtp == "keep")
             case "verify":
                 return int(verify.verify(arguments.first, arguments.second) > 0)
     except UserError as error:
@@ -79,6 +79,8 @@ def _parser() -> argparse.ArgumentParser:
     back.add_argument("target", type=Path, help="folder to make")
     back.add_argument("--model", type=Path, help="folder with config.json and tokenizer, where the checkpoint's run or "
                                                  "its model have moved")
+    back.add_argument("--mtp", choices=("drop", "keep"), default="drop",
+                      help="keep: copy the layers for multi-token prediction from the folder that --model names")
     check = verbs.add_parser("verify", help="compare two checkpoints, or one with its checksums", description=_VERIFY,
                              formatter_class=shape)
     check.add_argument("first", type=Path, help="HF folder, or checkpoint of the learner")

@@ -3,7 +3,9 @@ before its own. The episodes, the task, the trainer and the statistics are those
 
     python tools/fixed_lag.py configs/fixed-lag-cpu.yaml --lag 4 algorithm.preset=sao_recover seed=1
 
-prints a line per evaluation and, with --json FILE, writes every step's metrics. tools/sweep.py runs many of them.
+prints a line per evaluation and, with --json FILE, writes every step's metrics. With --run DIR it leaves the folder of
+a run there, with token records, metrics and TensorBoard events, for `sao-megatron inspect DIR` and `tensorboard
+--logdir DIR`. tools/sweep.py runs many of them.
 """
 from __future__ import annotations
 
@@ -24,10 +26,16 @@ import torch.distributed as dist
 from sao_megatron import config as run_config
 from sao_megatron.config import RunConfig
 from sao_megatron.errors import RunError
+from sao_megatron.learner.bookkeeping import batch_metrics
+from sao_megatron.learner.records import gather_records
+from sao_megatron.learner.reporting import Reporter
 from sao_megatron.learner.sampler import Sampler
-from sao_megatron.learner.trainer import Trainer
+from sao_megatron.learner.trainer import StepResult, Trainer
 from sao_megatron.rollout.episode import EpisodeSettings, run_episode
 from sao_megatron.rollout.tasks import load_task
+from sao_megatron.run_folder import RunFolder
+from sao_megatron.telemetry.records import Recorder
+from sao_megatron.trajectory.store import Store
 from sao_megatron.trajectory.types import Status, Trajectory
 from sao_megatron.weights import hf
 
@@ -51,8 +59,8 @@ def initialize(config: RunConfig) -> None:
 
 
 class FixedLag:
-    def __init__(self, config: RunConfig, lag: int, start: dict | None = None):
-        """`start` is a policy state dict in place of the supervised warm-up."""
+    def __init__(self, config: RunConfig, lag: int, start: dict | None = None, folder: RunFolder | None = None):
+        """`start` is a policy state dict in place of the supervised warm-up; `folder` becomes that of a run."""
         initialize(config)
         self.config, self.lag = config, lag
         self.hf_config = hf.canonical(config.model.fresh)
@@ -67,6 +75,7 @@ class FixedLag:
         self.sampler = Sampler(self.hf_config, getattr(torch, config.model.dtype), seed=1000 + config.seed)
         self.loop = asyncio.new_event_loop()
         self.version = self.next_seq = 0
+        self.record = Record(config, folder, self.task) if folder else None
         self.history = deque([(0, self.start)], maxlen=lag + 1)
 
     def _weights(self) -> dict:
@@ -104,6 +113,8 @@ class FixedLag:
         count = self.config.batch.trajectories
         trajectories = self._sample(weights, version, EpisodeSettings.of(self.config), self._prompts(count))
         step = self.trainer.train_step(trajectories, self.version, update_policy)
+        if self.record:
+            self.record.step(self.version, trajectories, step, update_policy)
         if not update_policy:
             return
         self.version += 1
@@ -130,9 +141,37 @@ class FixedLag:
 
     def _evaluate(self, result: dict) -> None:
         prompts = self.task.evaluation_prompts(self.config.evaluation.episodes)
-        settings = EpisodeSettings.of(self.config, temperature=1.0, rollouts_per_prompt=1)
+        settings = EpisodeSettings.of(self.config, temperature=1.0, group=1)
         outcomes = _outcomes(self._sample(self._weights(), self.version, settings, prompts))
         result["evaluations"].append([self.version, round(outcomes["solved"], 4), round(outcomes["malformed"], 4)])
+
+
+class Record:
+    """The folder of a run, as the learner of `sao-megatron train` would leave it, but for the trajectories."""
+
+    def __init__(self, config: RunConfig, folder: RunFolder, task):
+        self.config, self.next = config, 0
+        folder.path.mkdir(parents=True, exist_ok=True)
+        run_config.save(config, folder.config_path)
+        (folder.path / "model").mkdir(exist_ok=True)
+        task.save_tokenizer(folder.path / "model")
+        self.store = Store(folder.store_path)
+        self.reporter = Reporter(config, folder, self.store, 0)
+        self.recorder = Recorder(folder.tokens_dir, config.tokens.limit_mb, folder.path / "model" / "tokenizer.json")
+
+    def step(self, version: int, trajectories: list[Trajectory], result: StepResult, update_policy: bool) -> None:
+        """`version` is the weights' before the step."""
+        step, self.next = self.next, self.next + 1
+        recorded = gather_records(result.batches, trajectories, self.config.tokens.trajectories,
+                                  (self.config.seed, step))
+        self.recorder.write(step, version, recorded)
+        metrics = result.metrics | batch_metrics(trajectories, version) | {"policy_updated": update_policy}
+        self.store.mark_trained(step, version + update_policy, [], metrics, "fixed_lag")
+        self.reporter.step(step, metrics, result.statistics, recorded)
+
+    def close(self) -> None:
+        self.reporter.close()
+        self.store.close()
 
 
 def _outcomes(trajectories: list[Trajectory]) -> dict[str, float]:
@@ -146,10 +185,15 @@ def main() -> None:
     parser.add_argument("recipe", help="a recipe with a fresh model and one rank, such as configs/fixed-lag-cpu.yaml")
     parser.add_argument("--lag", type=int, default=0, help="versions between the sampling and the trained weights")
     parser.add_argument("--json", type=Path, help="write the result here")
+    parser.add_argument("--run", type=Path, metavar="DIR", help="leave a run's folder here, for `sao-megatron inspect`")
     parser.add_argument("overrides", nargs="*", help="key.subkey=value, as in `sao-megatron train`")
     options = parser.parse_intermixed_args()
-    run = FixedLag(run_config.load(options.recipe, options.overrides), options.lag)
+    named = [f"name={options.run.name}", f"runs_dir={options.run.parent}"] if options.run else []
+    config = run_config.load(options.recipe, [*options.overrides, *named, f"rollout.max_lag={options.lag}"])
+    run = FixedLag(config, options.lag, folder=RunFolder(options.run) if options.run else None)
     result = run.run(report=lambda version, solved: print(f"version {version}: solves {solved:.3f}", flush=True))
+    if run.record:
+        run.record.close()
     print(f"{result['failed'] or 'done'}; {result['cpu_seconds']:.0f} CPU seconds")
     if options.json:
         options.json.write_text(json.dumps(result))

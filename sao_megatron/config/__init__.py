@@ -11,6 +11,7 @@ from sao_megatron.config.algorithm import (
     CriticSection,
     WarmupSection,
 )
+from sao_megatron.config.cluster import ClusterSection, ContainerSection, Placement, placement
 from sao_megatron.config.loading import load, overridden, parse, save
 from sao_megatron.config.model import ModelSection, ParallelSection
 from sao_megatron.config.rollouts import (
@@ -22,11 +23,38 @@ from sao_megatron.config.rollouts import (
     TaskSection,
 )
 from sao_megatron.config.run import RunConfig
+from sao_megatron.config.sandbox import SandboxSection
 from sao_megatron.config.section import Section
-from sao_megatron.config.watching import AlarmSection, CheckpointSection, TokensSection
+from sao_megatron.config.watching import AlarmSection, CheckpointSection, TokensSection, WritersSection
 
 __all__ = [
-    "AdamSection", "AlarmSection", "AlgorithmSection", "BatchSection", "CheckpointSection", "CriticAdamSection",
-    "CriticSection", "EngineSection", "EvaluationSection", "EvaluationSetSection", "ModelSection", "ParallelSection",
-    "PublicationSection", "RolloutSection", "RunConfig", "Section", "TaskSection", "TokensSection", "WarmupSection",
-    "load", "overridden", "parse", "save"]
+    "AdamSection",
+    "AlarmSection",
+    "AlgorithmSection",
+    "BatchSection",
+    "CheckpointSection",
+    "ClusterSection",
+    "ContainerSection",
+    "CriticAdamSection",
+    "CriticSection",
+    "EngineSection",
+    "EvaluationSection",
+    "EvaluationSetSection",
+    "ModelSection",
+    "ParallelSection",
+    "Placement",
+    "PublicationSection",
+    "RolloutSection",
+    "RunConfig",
+    "SandboxSection",
+    "Section",
+    "TaskSection",
+    "TokensSection",
+    "WarmupSection",
+    "WritersSection",
+    "load",
+    "overridden",
+    "parse",
+    "placement",
+    "save",
+]

@@ -1,6 +1,7 @@
 """Reading and writing recipes."""
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -10,6 +11,17 @@ from pydantic import BaseModel, ValidationError
 from sao_megatron.config.run import RunConfig
 from sao_megatron.errors import UserError
 
+_WHOLE = re.compile(r"[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]*|[1-9][0-9_]*)$")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which 10:00:00 is a text, as in YAML 1.2, and not the number 36,000."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, _WHOLE if tag.endswith(":int") else pattern) for tag, pattern in resolvers]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+
 
 def load(path: str | Path, overrides: list[str] = ()) -> RunConfig:
     """Read a recipe and apply `a.b=value` overrides (values are YAML). Raises UserError naming the key at fault."""
@@ -18,7 +30,7 @@ def load(path: str | Path, overrides: list[str] = ()) -> RunConfig:
         raise UserError(f"recipe {path} does not exist: give the path of a YAML file such as "
                         f"configs/guess-number-cpu.yaml")
     try:
-        data = yaml.safe_load(path.read_text())
+        data = yaml.load(path.read_text(), _Loader)
     except yaml.YAMLError as error:
         raise UserError(f"recipe {path} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(data, dict):
@@ -44,7 +56,7 @@ def _override(data: dict, override: str) -> None:
             raise UserError(f"override {override!r}: {parent!r} is not a section")
         data = child
     try:
-        data[leaf] = yaml.safe_load(value)
+        data[leaf] = yaml.load(value, _Loader)
     except yaml.YAMLError as error:
         raise UserError(f"override {override!r}: the value is not valid YAML: {' '.join(str(error).split())}") from None
 

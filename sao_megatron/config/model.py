@@ -19,7 +19,7 @@ class ModelSection(Section):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Parameter and activation type of learner and engines; gradients and optimizer state are float32."""
     mtp: Literal["drop", "keep"] = "drop"
-    """Multi-token prediction layers (DeepSeek-V3, GLM) are dropped; to keep them is refused: they cannot be trained."""
+    """Layers for multi-token prediction (DeepSeek-V3, GLM) are not trained; `keep`: exports have them as they came."""
 
     @model_validator(mode="after")
     def _one_source(self):
@@ -43,6 +43,9 @@ class ParallelSection(Section):
     """Tensor parallel size inside one expert."""
     dispatcher: Literal["alltoall", "allgather"] = "alltoall"
     """How tokens travel to the experts."""
+    recompute: Literal["none", "full"] = "none"
+    """full: keep only each layer's input and compute the layer again in the backward (a third more time; long contexts
+    of large models fit no other way)."""
 
     @property
     def dp(self) -> int:

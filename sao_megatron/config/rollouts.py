@@ -30,7 +30,7 @@ class RolloutSection(Section):
     max_new_tokens: int = Field(1024, ge=1)
     """Most tokens sampled in one turn."""
     max_tokens: int = Field(32768, ge=2)
-    """Longest trajectory; a longer one ends as `truncated`."""
+    """Longest trajectory, all its segments together; a longer one ends as `truncated`."""
     request_timeout: float = Field(600.0, gt=0)
     """Seconds for one generation request (of at most request_tokens)."""
     request_tokens: int = Field(4096, ge=1)

@@ -14,6 +14,7 @@ from sao_megatron.config.algorithm import (
     CriticSection,
     WarmupSection,
 )
+from sao_megatron.config.cluster import ClusterSection
 from sao_megatron.config.model import ModelSection, ParallelSection
 from sao_megatron.config.rollouts import (
     EngineSection,
@@ -22,8 +23,9 @@ from sao_megatron.config.rollouts import (
     RolloutSection,
     TaskSection,
 )
+from sao_megatron.config.sandbox import SandboxSection
 from sao_megatron.config.section import Section
-from sao_megatron.config.watching import AlarmSection, CheckpointSection, TokensSection
+from sao_megatron.config.watching import AlarmSection, CheckpointSection, TokensSection, WritersSection
 
 
 class RunConfig(Section):
@@ -42,16 +44,22 @@ class RunConfig(Section):
     batch: BatchSection = BatchSection()
     warmup: WarmupSection = WarmupSection()
     task: TaskSection
+    sandbox: SandboxSection = SandboxSection()
     rollout: RolloutSection = RolloutSection()
     evaluation: EvaluationSection = EvaluationSection()
     engine: EngineSection = EngineSection()
     publication: PublicationSection = PublicationSection()
     alarms: AlarmSection = AlarmSection()
     tokens: TokensSection = TokensSection()
+    writers: WritersSection = WritersSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    cluster: ClusterSection = ClusterSection()
     restarts: int = Field(0, ge=0)
     """How often `train` starts processes of the run again when some died, before it gives up; counted anew whenever the
     run gets further than ever."""
+    hang_timeout: float = Field(1800.0, ge=0)
+    """Seconds in which no learner rank gets further, after which all ranks' Python stacks are logged and the ranks are
+    started again (one of `restarts`); 0 = never."""
     mode: Literal["train", "replay", "rollout"] = "train"
     """train: engines, controller and learner. replay: the learner alone, on recorded trajectories (the verb `replay`).
     rollout: engines and controller alone, until the store holds the trajectories of all steps (the verb `rollout`)."""

@@ -11,8 +11,9 @@ from sao_megatron.config.section import Section
 class AlarmSection(Section):
     """Limits of telemetry/alarms.py. An alarm is one sentence in the log and a mark in TensorBoard."""
 
-    on_alarm: Literal["warn", "pause", "stop"] = "warn"
-    """Go on, wait until the file PAUSED in the run's folder is deleted, or end the run."""
+    on_alarm: Literal["warn", "slow", "pause", "stop"] = "warn"
+    """Go on; let pacing admit less lag until alarms about the samples' age are over (docs/metrics.md); wait until the
+    file PAUSED in the run's folder is deleted; or end the run."""
     mismatch: float = Field(0.05, gt=0)
     """Mean |log r| at lag 0 (nats): bfloat16 kernels differ by about 0.01, float32 ones by less than 1e-5."""
     mismatch_slope: float = Field(0.05, gt=0)
@@ -21,6 +22,8 @@ class AlarmSection(Section):
     """Dropped share of the action tokens (the paper's runs stay below 0.006)."""
     effective_sample_size: float = Field(0.5, gt=0, le=1)
     discarded_mass: float = Field(0.3, gt=0)
+    lag_beyond_bound: float = Field(0.5, gt=0)
+    """Versions by which the mean lag exceeds rollout.max_lag."""
     gradient_norm: float = Field(20.0, gt=1)
     """Times its median of the last 50 steps."""
     entropy_collapse: float = Field(0.05, gt=0, lt=1)
@@ -39,6 +42,20 @@ class TokensSection(Section):
     """Steps from one record to the next."""
     limit_mb: float = Field(256.0, gt=0)
     """Most megabytes of a run's records; beyond, every second of the older files is deleted."""
+    page: str | None = Field(None, pattern=r"^https?://\S+$")
+    """Address of the page that `sao-megatron inspect --html` writes, where you serve it: TensorBoard then links to it.
+    """
+
+
+class WritersSection(Section):
+    tensorboard: bool = True
+    """TensorBoard events in the run's folder."""
+    jsonl: bool = False
+    """metrics.jsonl in the run's folder, one line a step."""
+    wandb: str | None = Field(None, min_length=1)
+    """Project of Weights & Biases to write to (needs the package wandb); null = none."""
+    wandb_mode: Literal["online", "offline"] = "online"
+    """offline: files in the run's folder, for `wandb sync`."""
 
 
 class CheckpointSection(Section):

@@ -42,12 +42,15 @@ def hf_to_megatron(source: Path, target: Path, dtype: str | None = None) -> None
         job.complete()
 
 
-def megatron_to_hf(source: Path, target: Path, model_dir: Path | None = None) -> None:
+def megatron_to_hf(source: Path, target: Path, model_dir: Path | None = None, mtp: bool = False) -> None:
     """Write the policy of the learner's checkpoint `source` as an HF folder, in the type that it is stored in.
 
-    config.json and tokenizer come from `model_dir` (default: wherever the checkpoint says that the model lies).
+    config.json, tokenizer and, if `mtp`, layers for multi-token prediction come from `model_dir` (default: wherever the
+    checkpoint says that the model lies).
     """
     model_dir = model_dir or model_directory(source)
+    if mtp:
+        hf.check_mtp(model_dir)
     model = WholeModel(hf.read_config(model_dir), stored_dtype(source))
     job = Job(target, {"verb": "megatron-to-hf", "source": str(source.resolve())}, model)
 
@@ -60,7 +63,7 @@ def megatron_to_hf(source: Path, target: Path, model_dir: Path | None = None) ->
         for part in range(len(model.parts)):
             path = job.partial / f"part-{part:05d}.json"
             entries |= {name: Entry(**entry) for name, entry in json.loads(path.read_text()).items()}
-        job.complete(lambda: saving.finish(target, entries, model_dir))
+        job.complete(lambda: saving.finish(target, entries, model_dir, mtp=mtp))
 
 
 def model_directory(folder: Path) -> Path:

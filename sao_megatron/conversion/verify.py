@@ -91,9 +91,8 @@ def _say(count: int, text: str) -> None:
 
 def _is_left_out(name: str, hf_config: dict) -> bool:
     """Tensors that lie in HF folders but belong to no part of the model that is trained: MTP layers, a tied head."""
-    parts = name.split(".")
-    beyond = parts[:2] == ["model", "layers"] and int(parts[2]) >= hf_config["num_hidden_layers"]
-    return beyond or (name == "lm_head.weight" and hf_config["tie_word_embeddings"])
+    return (hf.is_mtp(name, hf_config["num_hidden_layers"])
+            or name == "lm_head.weight" and hf_config["tie_word_embeddings"])
 
 
 def _open(folder: Path) -> SafetensorsFolder | MegatronFolder:

@@ -23,6 +23,7 @@ from sao_megatron.engine.reply import (
     error_message,
     read_checksums,
     read_generation,
+    read_metrics,
     read_scores,
     read_version,
 )
@@ -185,6 +186,10 @@ class EngineClient:
                 return response.status == 200
         except (aiohttp.ClientError, TimeoutError):
             return False
+
+    async def metrics(self) -> dict[str, float]:
+        """How busy it is, by name of reply.METRICS; what it does not say is left out."""
+        return self._read("/metrics", await self._call("GET", "/metrics"), read_metrics)
 
     async def server_info(self) -> dict[str, Any]:
         """SGLang's version and resolved arguments."""

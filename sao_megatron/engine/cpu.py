@@ -74,19 +74,23 @@ def _start_children_by_fork() -> None:
     import sglang.srt.managers.scheduler  # noqa: F401
 
 
-def main(arguments: list[str]) -> None:
-    """Serve until terminated; `arguments` are those of `sglang.launch_server`."""
+def prepare() -> None:
+    """Import SGLang so that it runs here."""
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     # Upstream gap: with tp > 1 SGLang opens NCCL wherever its library is installed, GPU or not, and fails on device
     # "cpu"; where the library cannot be loaded it goes without.
     os.environ["SGLANG_NCCL_SO_PATH"] = "none: this machine computes on its CPU"
     _stand_in_torchvision()
     _stand_in_sgl_kernel()
+    import sglang.launch_server  # noqa: F401
+    _start_children_by_fork()
+
+
+def serve(arguments: list[str]) -> None:
+    """Serve until terminated; `arguments` are those of `sglang.launch_server`."""
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
-
-    _start_children_by_fork()
     try:
         run_server(prepare_server_args(arguments))
     finally:
@@ -94,4 +98,5 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    prepare()
+    serve(sys.argv[1:])

@@ -34,6 +34,7 @@ def engine_command(config: RunConfig, model_dir: Path, port: int, gpu: bool) -> 
                # Older episodes first, evaluations last (their requests say so).
                "--enable-priority-scheduling", "--disable-priority-preemption", "--default-priority-value", "0",
                "--sleep-on-idle",  # else the scheduler keeps one core busy while it waits
+               "--enable-metrics",  # rollout/engine_metrics.py reads them
                "--log-level", "warning"]  # a line per request and per batch costs more than a short request
     if not list(model_dir.glob("*.safetensors")):
         command += ["--load-format", "dummy"]  # the learner's first publication brings the weights
@@ -107,7 +108,7 @@ class EngineProcess:
 
     def wait_healthy(self, deadline: float) -> None:
         """Wait until the server answers; RunError if it dies or time.monotonic() passes `deadline`."""
-        while not _answers(self.url):
+        while not answers(self.url):
             code = self.poll()
             if code is not None:
                 raise RunError(f"engine {self.url} died while starting (exit code {code}): {self._last_words()}")
@@ -136,9 +137,9 @@ class EngineProcess:
         return f"{last[:500]!r} (log: {self.log_path})"
 
 
-def _answers(url: str) -> bool:
+def answers(url: str, timeout: float = 5.0) -> bool:
     parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=5)
+    connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=timeout)
     try:
         connection.request("GET", "/health")
         return connection.getresponse().status == 200

@@ -1,9 +1,16 @@
 """What SGLang answers, read and checked: a reply of /generate becomes a Generation, an error body a sentence."""
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Literal
 
+METRICS = {
+    "running": ("sglang:num_running_reqs", sum), "waiting": ("sglang:num_queue_reqs", sum),
+    "tokens_per_second": ("sglang:gen_throughput", sum), "cache_used": ("sglang:token_usage", fmean),
+    "cache_hits": ("sglang:cache_hit_rate", fmean)}
+"""Our name -> (SGLang's, how its schedulers' numbers make one)."""
 UNPUBLISHED = "default"  # SGLang's name for the weights that it started with
 
 
@@ -77,6 +84,15 @@ def read_checksums(reply: dict) -> dict[str, str]:
     """Hashes by "<rank>:<tensor>" from a reply of /weights_checker; raises like `read_generation`."""
     return {f"{rank}:{name}": value for rank, part in enumerate(reply["ranks"])
             for name, value in part["checksums"].items()}
+
+
+def read_metrics(reply: str) -> dict[str, float]:
+    """The numbers of METRICS in Prometheus' text form; raises like `read_generation`."""
+    found = {}
+    for name, (theirs, combine) in METRICS.items():
+        if values := re.findall(rf"^{theirs}(?:\{{.*\}})? (\S+)$", reply, re.MULTILINE):
+            found[name] = combine(map(float, values))
+    return found
 
 
 def error_message(reply: object) -> str:

@@ -3,8 +3,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 
@@ -21,6 +21,7 @@ def batch_metrics(trajectories: list[Trajectory], version: int) -> dict[str, flo
         "lag/mean": float(lags.mean()), "lag/max": int(lags.max()),
         "trajectories/count": len(trajectories),
         "trajectories/mixed_version": sum(bool(np.ptp(t.action_versions)) for t in trajectories),
+        "trajectories/segments": sum(len(t.segments) for t in trajectories),
         "trajectories/truncated": sum(t.status == "truncated" for t in trajectories),
         "tokens/action": len(lags), "tokens/total": sum(len(t) for t in trajectories)}
 
@@ -33,11 +34,13 @@ takes of the step, not the writing beside it."""
 class Clock:
     """Seconds by phase between two steps."""
 
-    def __init__(self):
-        self._begin, self._spent = time.monotonic(), defaultdict(float)
+    def __init__(self, on_phase: Callable[[str], None]):
+        """`on_phase` is called with the name of each phase that begins."""
+        self._begin, self._spent, self._on_phase = time.monotonic(), defaultdict(float), on_phase
 
     @contextmanager
     def phase(self, name: str):
+        self._on_phase(name)
         begin = time.monotonic()
         yield
         self._spent[name] += time.monotonic() - begin
@@ -50,14 +53,3 @@ class Clock:
         seconds["other"] = seconds["step"] - sum(seconds[name] for name in PHASES)
         self._begin, self._spent = now, defaultdict(float)
         return seconds
-
-
-def flat_settings(config: dict[str, Any], prefix: str = "") -> dict[str, float | str | bool]:
-    """A resolved config as dotted names and plain values, for TensorBoard's hyperparameters."""
-    result = {}
-    for name, value in config.items():
-        if isinstance(value, dict):
-            result |= flat_settings(value, f"{prefix}{name}.")
-        elif isinstance(value, str | int | float):
-            result[f"{prefix}{name}"] = value
-    return result

@@ -38,10 +38,13 @@ log = logging.getLogger("checkpoint")
 class Saver:
     """Saves one checkpoint at a time. Collective: every rank calls the same methods at the same step."""
 
-    def __init__(self, trainer: Trainer, folder: CheckpointFolder, generation: int):
+    def __init__(self, trainer: Trainer, folder: CheckpointFolder, generation: int, newest: int = -1):
+        """`newest`: learner steps in the checkpoint that the learner goes on from."""
         self.trainer, self.folder, self.generation = trainer, folder, generation
         self.section = trainer.config.checkpoint
         self._pending: _Pending | None = None
+        self.newest = newest
+        """Learner steps in the last checkpoint that was begun."""
 
     def save(self, step: int, updates: int) -> None:
         """Begin to save the weights after `step` learner steps; waits for the one before to be complete."""
@@ -50,6 +53,7 @@ class Saver:
         dist.broadcast_object_list(path, src=0)
         request = dist_checkpointing.save(sharded_state(self.trainer), str(path[0]), async_sharded_save=True,
                                           async_strategy="mcore")
+        self.newest = step
         self._pending = _Pending(request, path[0], description(self.trainer, step, updates))
 
     def advance(self) -> None:

@@ -18,14 +18,15 @@ from sao_megatron import config as run_config
 from sao_megatron.checkpoints import Checkpoint, check_same_run
 from sao_megatron.config import RunConfig
 from sao_megatron.errors import RunError
+from sao_megatron.heartbeat import Heart
 from sao_megatron.learner import checkpoint
-from sao_megatron.learner.bookkeeping import Clock, batch_metrics, flat_settings
+from sao_megatron.learner.bookkeeping import Clock, batch_metrics
 from sao_megatron.learner.records import gather_records
+from sao_megatron.learner.reporting import Reporter
+from sao_megatron.learner.speed import Speed
 from sao_megatron.learner.trainer import StepResult, Trainer
 from sao_megatron.run_folder import RunFolder
-from sao_megatron.telemetry.alarms import Alarms
-from sao_megatron.telemetry.records import Recorder
-from sao_megatron.telemetry.tensorboard import StepWriter
+from sao_megatron.telemetry.records import Recorded, Recorder
 from sao_megatron.trajectory.store import Store, within
 from sao_megatron.trajectory.types import Trajectory, decode, encode
 from sao_megatron.trajectory.versions import version_of
@@ -69,16 +70,12 @@ class Learner:
                                None if self.checkpoint else hf.initial_weights(config, self.model_dir))
         self.publisher: Publisher | None = None
         self.saver: checkpoint.Saver | None = None
-        self.clock = Clock()
-        self._appended = 0  # action tokens in the store when the last step was recorded
-        self.writer = self._writer() if self.is_head else None
-        self.alarms = Alarms(config.alarms)
+        self.heart = Heart(dist.get_rank())
+        self.clock = Clock(lambda phase: self.heart.beat(f"{phase} of step {self.step}"))
+        self.step = self.first_step
+        self.speed = Speed(config, hf_config, self.trainer.preset, self.store)
+        self.reporter = Reporter(config, folder, self.store, self.first_step) if self.is_head else None
         self.recorder = Recorder(folder.tokens_dir, config.tokens.limit_mb, self.model_dir / "tokenizer.json")
-
-    def _writer(self) -> StepWriter:
-        settings = flat_settings(self.config.model_dump(mode="json"))
-        earlier = [(row.step, row.metrics) for row in self.store.steps()]
-        return StepWriter(self.folder.path / "tensorboard", settings, self.first_step, earlier)
 
     def _begin(self) -> tuple[Checkpoint | None, int]:
         """The checkpoint to go on from and this learner's generation, the same on every rank; fits the store to it."""
@@ -111,6 +108,7 @@ class Learner:
         batches = [episodes[i:i + section.trajectories] for i in range(0, len(episodes), section.trajectories)]
 
         def report(step: int, loss: float, norm: float):
+            self.heart.beat(f"warm-up step {step}")
             if self.is_head and (step % 10 == 0 or step + 1 == section.steps):
                 log.info("warm-up step %d/%d: loss %.4f, gradient norm %.3f", step + 1, section.steps, loss, norm)
                 self.store.set_state("warmup", {"step": step + 1, "steps": section.steps, "loss": loss})
@@ -121,7 +119,8 @@ class Learner:
         self.trainer.begin_reinforcement()
         if self.checkpoint:
             checkpoint.load(self.trainer, self.checkpoint)
-        self.saver = checkpoint.Saver(self.trainer, self.folder.checkpoints, self.generation)
+        self.saver = checkpoint.Saver(self.trainer, self.folder.checkpoints, self.generation,
+                                      self.checkpoint.step if self.checkpoint else -1)
         if self.config.mode == "train":
             self.publisher = Publisher(
                 self.trainer.policy_shards, self.folder.engine_urls, self.config.engine.tp, self.vocab_size,
@@ -129,34 +128,53 @@ class Learner:
                 self.folder.path / "publication", self.model_dir)
             self._publish(self.first_step, verify=True)
         if self.is_head:
-            self._appended = self.store.appended_tokens()
+            self.speed.begin()
         self.clock.restart()
-        for step in range(self.first_step, self.config.total_steps):
-            self._step(step)
-        self.saver.finish()
-        if self.is_head:
-            self.store.set_state("finished", True)
-        save_hf(self.trainer.policy_shards, self.folder.export_path, self.model_dir)
+        if self._train():
+            self.saver.finish()
+            if self.is_head:
+                self.store.set_state("finished", True)
+            save_hf(self.trainer.policy_shards, self.folder.export_path, self.model_dir,
+                    mtp=self.config.model.mtp == "keep")
         if self.publisher:
             self.publisher.close()
         if self.is_head:
-            self.writer.close()
+            self.reporter.close()
             self.store.close()
 
-    def _step(self, step: int) -> None:
+    def _train(self) -> bool:
+        """All steps. False if told to end before: then the steps so far are saved."""
+        for step in range(self.first_step, self.config.total_steps):
+            self.step = step
+            if not self._step(step):
+                self._save_before_the_end(step)
+                return False
+        return True
+
+    def _save_before_the_end(self, steps: int) -> None:
+        if self.config.checkpoint.every and self.saver.newest < steps:
+            log.info("told to end: saving a checkpoint of step %d", steps)
+            self.saver.save(steps, self.updates)
+        self.saver.finish()
+
+    def _step(self, step: int) -> bool:
+        """False, and nothing done, if told to end."""
         update_policy = step >= self.config.algorithm.critic_only_steps or not self.trainer.preset.has_critic
         with self.clock.phase("wait"):
             trajectories = self._lease(step)
+        if trajectories is None:
+            return False
         result = self.trainer.train_step(trajectories, self.version, update_policy, self.clock.phase)
-        self._record(step, trajectories, result)
+        recorded = self._record(step, trajectories, result)
         metrics = result.metrics | batch_metrics(trajectories, self.version) | {
             "policy_updated": update_policy, "publication/paused": self.publisher.paused if self.publisher else 0.0}
         self.updates += update_policy
+        machines = self.speed.machines()
         if self.is_head:
-            metrics |= self._rates(metrics)
+            metrics |= machines | self.reporter.pacing() | self.speed.rates(
+                self.clock.restart(), metrics, trajectories, result, update_policy)
             self.store.mark_trained(step, self.version, [t.id for t in trajectories], metrics, self.owner)
-            self.writer.write(step, metrics, result.statistics)
-            self._mind(step, metrics)
+            self.reporter.step(step, metrics, result.statistics, recorded)
         if self.publisher:
             with self.clock.phase("publish"):
                 if update_policy:
@@ -165,23 +183,16 @@ class Learner:
                     self.store.set_published(self.version, step + 1)
         with self.clock.phase("checkpoint"):
             self._save(step + 1)
+        return True
 
-    def _record(self, step: int, trajectories: list[Trajectory], result: StepResult) -> None:
-        """Token records of the step (collective)."""
+    def _record(self, step: int, trajectories: list[Trajectory], result: StepResult) -> list[Recorded]:
+        """Write the step's token records, and return them on rank 0 (collective)."""
         section = self.config.tokens
-        if section.trajectories and step % section.every == 0:
-            records = gather_records(result.batches, trajectories, section.trajectories, (self.config.seed, step))
-            self.recorder.write(step, self.version, records)
-
-    def _mind(self, step: int, metrics: dict[str, float]) -> None:
-        """Say what alarms this step raises, and do what alarms.on_alarm wants."""
-        for sentence in self.alarms.check(metrics):
-            log.warning("alarm at step %d: %s", step, sentence)
-            self.writer.alarm(step, sentence)
-            if self.config.alarms.on_alarm == "stop":
-                raise RunError(f"stopped by an alarm at step {step} (alarms.on_alarm=stop): {sentence}")
-            if self.config.alarms.on_alarm == "pause":
-                self.folder.paused_path.write_text(f"step {step}: {sentence}\n")
+        if not section.trajectories or step % section.every:
+            return []
+        records = gather_records(result.batches, trajectories, section.trajectories, (self.config.seed, step))
+        self.recorder.write(step, self.version, records)
+        return records
 
     def _save(self, steps: int) -> None:
         """A checkpoint, if it is time for one; only after the store has recorded the step."""
@@ -196,8 +207,9 @@ class Learner:
         """Under which name this learner leases trajectories."""
         return f"learner-{self.generation}"
 
-    def _lease(self, step: int) -> list[Trajectory]:
-        """The next batch, the same on every rank. Rank 0 waits for it and tells the others every few seconds."""
+    def _lease(self, step: int) -> list[Trajectory] | None:
+        """The next batch, the same on every rank; None if told to end. Rank 0 waits, and tells the others every few
+        seconds."""
         deadline = time.monotonic() + self.config.rollout.starvation_timeout
         while True:
             if self.is_head and self.folder.paused_path.exists():
@@ -213,6 +225,9 @@ class Learner:
             else:
                 message = [self._poll(step, deadline) if self.is_head else None]
             dist.broadcast_object_list(message, src=0)
+            if message[0] is None:
+                return None
+            self.heart.beat(f"wait of step {step}")
             if message[0]:
                 return [decode(blob) for blob in message[0]]
             if self.publisher:
@@ -226,10 +241,12 @@ class Learner:
         due = 0 < self.updates < self.config.steps and self.updates % section.every == 0
         return due and sum(row.name == within(self.updates) for row in self.store.evaluations()) < section.count
 
-    def _poll(self, step: int, deadline: float, seconds: float = 10.0) -> list[bytes]:
-        """Up to `seconds` of waiting for a full batch; [] if there is none yet."""
+    def _poll(self, step: int, deadline: float, seconds: float = 10.0) -> list[bytes] | None:
+        """Up to `seconds` of waiting for a full batch; [] if there is none yet, None if the store says to stop."""
         count, until = self.config.batch.trajectories, time.monotonic() + seconds
         while time.monotonic() < until:
+            if self.store.get_state("stop"):
+                return None
             if leased := self.store.lease(count, self.owner, self.version, self.config.rollout.max_token_lag,
                                           self.trainer.preset.rollouts_per_prompt, step,
                                           self.config.rollout.redundancy):
@@ -259,14 +276,3 @@ class Learner:
         if self.is_head:
             log.info("version %d published in %.2f s", self.version, seconds)
             self.store.set_published(self.version, steps)
-
-    def _rates(self, metrics: dict) -> dict[str, float]:
-        """Seconds by phase since the last step was recorded, and tokens per second of learner and engines."""
-        appended = self.store.appended_tokens()
-        seconds = self.clock.restart()
-        sampled, self._appended = appended - self._appended, appended
-        counts = self.store.counts()
-        return {f"seconds/{name}": value for name, value in seconds.items()} | {
-            "learner/tokens_per_second": metrics["tokens/total"] / seconds["step"],
-            "engine/tokens_per_second": sampled / seconds["step"],
-            "queue/ready": counts.get("ready", 0), "queue/in_flight": self.store.sum_of("in_flight")}

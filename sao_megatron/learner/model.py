@@ -18,6 +18,8 @@ from sao_megatron.weights.families import family_of
 def transformer_config(hf: dict, parallel: ParallelSection, dtype: torch.dtype) -> TransformerConfig:
     """TransformerConfig of an HF config under a layout. Dropout is 0: RL compares log-probs of two engines."""
     fields = runtime.fused_kernels() | family_of(hf).transformer_config(hf)
+    if parallel.recompute == "full":
+        fields |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     kind = MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig
     return kind(
         **fields,

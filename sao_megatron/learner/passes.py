@@ -41,6 +41,8 @@ class DeviceBatch:
     """[1, T/cp]."""
     positions: Tensor
     """[1, T/cp]."""
+    real: Tensor
+    """bool [T/cp]: no padding."""
     packed: PackedSeqParams
     """Lengths of whole sequences with the padding at their ends, which a causal mask keeps out of all real tokens."""
     held: Tensor
@@ -113,14 +115,19 @@ def to_device(batch: MicroBatch) -> DeviceBatch:
                              max_seqlen_q=longest, max_seqlen_kv=longest)
     return DeviceBatch(
         source=batch, tokens=move(batch.tokens[share.rows])[None], positions=move(batch.positions[share.rows])[None],
-        packed=packed, held=move(share.held), predict=move(share.predict), targets=move(batch.targets[share.held]),
+        real=move(batch.real[share.rows]), packed=packed,
+        held=move(share.held), predict=move(share.predict), targets=move(batch.targets[share.held]),
         rollout_logprobs=move(batch.rollout_logprobs[share.held]), rewards=move(batch.rewards),
         lengths=move(batch.lengths), held_last=move(share.held_last), last=move(share.last))
 
 
 def policy_pass(model, batches: list[DeviceBatch], objectives: list[Objective], temperature: float,
-                forward_only: bool = False) -> list[HeadOutput]:
-    """Train (or only evaluate) the policy. Outputs per micro-batch on the last pipeline stage, [] elsewhere."""
+                forward_only: bool = False, before: Callable[[DeviceBatch], None] = lambda batch: None
+                ) -> list[HeadOutput]:
+    """Train (or only evaluate) the policy. Outputs per micro-batch on the last pipeline stage, [] elsewhere.
+
+    `before` is called with each micro-batch right before its forward.
+    """
     outputs: list[HeadOutput] = []
 
     def head(hidden_states, output_layer, output_weight, context, config, **_):
@@ -139,6 +146,7 @@ def policy_pass(model, batches: list[DeviceBatch], objectives: list[Objective], 
 
     def step(iterator, model):
         batch, objective = next(iterator)
+        before(batch)
         loss = model(batch.tokens, batch.positions, None, packed_seq_params=batch.packed, output_processor=head,
                      output_processor_context=(batch, objective))
         return loss, lambda loss: (loss, _count(batch), {})

@@ -18,8 +18,8 @@ from sao_megatron.learner.passes import DeviceBatch, reports, to_numpy
 from sao_megatron.telemetry.records import Recorded
 from sao_megatron.trajectory.types import Trajectory
 
-_COLUMNS = {"logprobs": "policy_logprob", "entropy": "entropy", "advantages": "advantage", "values": "value",
-            "returns": "return"}
+_COLUMNS = {"logprobs": "policy_logprob", "entropy": "entropy", "expert_load": "expert_load",
+            "advantages": "advantage", "values": "value", "returns": "return"}
 _FATES = np.array([fate.name.lower() for fate in Fate])
 
 

@@ -35,6 +35,14 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if has_gpu() else torch.device("cpu")
 
 
+def gpu() -> tuple[str, str] | None:
+    """(UUID as NVIDIA's tools write it, name) of this rank's GPU; None without one."""
+    if not has_gpu():
+        return None
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return f"GPU-{properties.uuid}", properties.name
+
+
 def backend() -> str:
     """torch.distributed backend of collectives, and of weight publication."""
     return "nccl" if has_gpu() else "gloo"

@@ -18,14 +18,16 @@ from megatron.core import parallel_state as ps
 
 from sao_megatron.algorithm import advantage as adv
 from sao_megatron.algorithm.gates import GATES
-from sao_megatron.algorithm.objective import NegativeLogLikelihood
+from sao_megatron.algorithm.objective import NegativeLogLikelihood, PolicyGradient
 from sao_megatron.algorithm.presets import Preset, check_batch, resolve
 from sao_megatron.config import AdamSection, RunConfig
 from sao_megatron.errors import RunError
 from sao_megatron.learner import model as models
 from sao_megatron.learner.critic import Critic
+from sao_megatron.learner.expert_load import ExpertLoad
 from sao_megatron.learner.objectives import MiniBatch, objectives, spread_advantages, trajectory_advantages
 from sao_megatron.learner.optimized import Optimized, wrap
+from sao_megatron.learner.logprob import HeadOutput
 from sao_megatron.learner.passes import (DeviceBatch, local_batches, local_micro_batches, policy_pass,
                                          reduce_statistics, reports, to_device, to_numpy)
 from sao_megatron.telemetry.statistics import Statistics, Tokens
@@ -58,6 +60,7 @@ class Trainer:
         self.policy_shards = ShardMap(module, hf_config)
         if source is not None:
             self.policy_shards.load(source)
+        self.expert_load = ExpertLoad(module) if module.config.num_moe_experts else None
         self.policy_ddp = wrap(module)
         self.policy: Optimized | None = None
         self.critic: Critic | None = None
@@ -95,6 +98,8 @@ class Trainer:
             with _phase(timer, "policy"):
                 updates = [self._update_policy(mini, statistics, version) for mini in minis]
             metrics |= {"policy/grad_norm": float(np.mean([norm for norm, _ in updates])), "policy/lr": updates[-1][1]}
+            if self.expert_load:
+                metrics["experts/busiest"] = self.expert_load.busiest
         statistics = reduce_statistics(statistics)
         return StepResult(statistics.metrics() | metrics, statistics, batches)
 
@@ -126,7 +131,7 @@ class Trainer:
         section = self.config.algorithm
         wanted = objectives(self.preset, section, mini)
         self.policy.zero_grad()
-        outputs = policy_pass(self.policy.ddp, mini.batches, wanted, section.temperature)
+        outputs = self._forward_backward(mini, wanted)
         for batch, objective, output in zip(mini.batches, wanted, outputs, strict=False):
             _refuse_non_finite(batch, output.logprobs)
             tokens = objective.diagnostics()
@@ -135,6 +140,16 @@ class Trainer:
                 statistics.add_tokens(_counted(batch, version, statistics.tasks))
                 statistics.add(policy_loss=float(output.loss.detach()))
         return self.policy.step()
+
+    def _forward_backward(self, mini: MiniBatch, wanted: list[PolicyGradient]) -> list[HeadOutput]:
+        """The policy pass of an update, with the experts' load in the results where there are experts."""
+        temperature = self.config.algorithm.temperature
+        if self.expert_load is None:
+            return policy_pass(self.policy.ddp, mini.batches, wanted, temperature)
+        self.expert_load.begin(mini.batches)
+        outputs = policy_pass(self.policy.ddp, mini.batches, wanted, temperature, before=self.expert_load.watch)
+        self.expert_load.finish()
+        return outputs
 
     def _whiten(self, batches: list[DeviceBatch]) -> None:
         """Zero mean and unit standard deviation over the action tokens of the global batch."""
@@ -203,6 +218,7 @@ def _counted(batch: DeviceBatch, version: int, tasks: tuple[str, ...]) -> Tokens
         weight=to_numpy(seen.weight), fate=to_numpy(seen.fate),
         entropy=to_numpy(batch.results["entropy"]), advantage=to_numpy(batch.results["advantages"]),
         lag=lag(version, batch.held_versions), length=per_token(lengths),
+        expert_load=to_numpy(batch.results["expert_load"]) if "expert_load" in batch.results else None,
         turn=np.concatenate([np.zeros(0, np.int64), *(t.turns[t.action_mask] for t in trajectories)])[held],
         position=np.concatenate([np.zeros(0, np.int64), *(np.arange(n) for n in lengths)])[held],
         task=per_token([tasks.index(t.task) for t in trajectories]))

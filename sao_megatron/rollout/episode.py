@@ -8,7 +8,6 @@ engine that it reaches: then that is an `error` too.
 """
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 import traceback
@@ -20,10 +19,9 @@ from sao_megatron.config import RunConfig
 from sao_megatron.errors import EngineGone, RunError
 from sao_megatron.rollout.half_done import Diary, Turn
 from sao_megatron.rollout.pool import Generator
+from sao_megatron.rollout.sampling import sample_turn
 from sao_megatron.rollout.tasks.base import Prompt, Step, Task
 from sao_megatron.trajectory.types import Status, Trajectory, TrajectoryBuilder
-
-ABORT_PAUSE = 0.05  # seconds before asking again an engine that aborted a request without sampling a token
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ class EpisodeSettings:
     max_new_tokens: int
     """Most tokens sampled in one turn; a task's own limit applies as well."""
     max_tokens: int
-    """Longest trajectory."""
+    """Longest trajectory, all its segments together."""
     environment_retries: int
     request_timeout: float
     """Seconds in which an engine that aborts must sample a token again."""
@@ -125,9 +123,9 @@ class _Attempt:
                 self._keep(action, cut, step)
             builder.add_reward(step.reward)
             self.turns += 1
-            fits = len(builder.tokens) + len(step.observation) <= max_tokens
+            fits = len(builder.tokens) + len(step.context or step.observation) <= max_tokens
             if fits:
-                builder.add_observation(step.observation)
+                self._observe(step)
             if step.done:
                 return Status.COMPLETED, dict(step.info)
             if cut or not fits or len(builder.tokens) == max_tokens or self.turns == self.task.max_turns:
@@ -144,41 +142,28 @@ class _Attempt:
     def _keep(self, action: list[int], cut: bool, step: Step) -> None:
         """Note the turn; hold a rebuilt environment to what it answered before."""
         if self.turns < len(self.kept):
-            if step.observation != self.kept[self.turns].observation:
+            if (step.context or step.observation) != self.kept[self.turns].observation:
                 raise ValueError(f"replayed turn {self.turns} was answered otherwise than before: the task says that "
                                  "it is replayable, so its environment must be deterministic")
         elif self.diary:
-            self.diary.add(self.turns, Turn(*self.builder.last_action(len(action)), cut, list(step.observation)))
+            self.diary.add(self.turns, Turn(*self.builder.last_action(len(action)), cut,
+                                            list(step.context or step.observation)))
+
+    def _observe(self, step: Step) -> None:
+        self.builder.add_observation([] if step.context else step.observation)
+        if step.context and not step.done:
+            self.builder.add_segment(self._begin(step.context))
 
     async def _sample_turn(self) -> tuple[list[int], bool]:
         """Sample one turn into the builder; returns (its tokens, whether a budget of the run cut it off).
 
         Reaching the task's own max_new_tokens is no cut: it is the task's format; the environment judges the action.
         """
-        builder, settings, task = self.builder, self.settings, self.task
-        run_budget = min(settings.max_new_tokens, settings.max_tokens - len(builder.tokens))
+        settings, task = self.settings, self.task
+        run_budget = min(settings.max_new_tokens, settings.max_tokens - len(self.builder.tokens))
         budget = run_budget if task.max_new_tokens is None else min(run_budget, task.max_new_tokens)
-        action: list[int] = []
-        deadline = time.monotonic() + settings.request_timeout
-        while True:
-            answer = await self.client.generate(
-                builder.tokens, max_new_tokens=budget - len(action), temperature=settings.temperature,
-                stop_token_ids=task.stop_token_ids)
-            builder.add_action(answer.tokens, answer.logprobs, answer.versions)
-            action += answer.tokens
-            if answer.finish == "stop" and action:
-                return action, False
-            if len(action) >= budget:
-                return action, budget != task.max_new_tokens
-            if answer.finish != "abort":
-                raise RunError(f"an engine ended a request as {answer.finish!r} after {len(action)} of {budget} tokens")
-            if answer.tokens:
-                deadline = time.monotonic() + settings.request_timeout
-            elif time.monotonic() > deadline:
-                raise RunError("an engine kept aborting a request and sampled no new token for "
-                               f"{settings.request_timeout:.0f} s (rollout.request_timeout)")
-            else:
-                await asyncio.sleep(ABORT_PAUSE)
+        action, stopped = await sample_turn(self.client, self.builder, budget, task.stop_token_ids, settings)
+        return action, not stopped and budget != task.max_new_tokens
 
 
 def _failed(cause: BaseException) -> dict[str, str]:
@@ -198,6 +183,7 @@ def _checked_prompt(tokens: list[int], vocab_size: int, max_tokens: int) -> list
 
 def _checked_step(step: Step, vocab_size: int) -> Step:
     _check_ids(step.observation, vocab_size, "observation")
+    _check_ids(step.context or [], vocab_size, "context")
     if not math.isfinite(step.reward):
         raise ValueError(f"the environment's reward is {step.reward}: it must be finite")
     return step

@@ -97,8 +97,13 @@ def _reward_drop(metrics: dict[str, float], history: History) -> float | None:
     return (best - fmean(list(past)[-20:])) / max(abs(best), 0.1)
 
 
-def rules(section) -> tuple[Rule, ...]:
-    """The rules with the limits of config section `alarms`."""
+def _beyond_bound(max_lag: int) -> Callable[[dict[str, float], History], float | None]:
+    """Versions by which the batch is older, on average, than pacing aims at: only overtaken trajectories can be."""
+    return lambda metrics, _: metrics["lag/mean"] - max_lag if "lag/mean" in metrics else None
+
+
+def rules(section, max_lag: int) -> tuple[Rule, ...]:
+    """The rules with the limits of config section `alarms`; `max_lag` is rollout.max_lag."""
     shuffled, tempered = "mismatch/correlation", "mismatch/slope"
     return (
         Rule("logprobs_misplaced", _of_fresh(shuffled), 0.5, 0.8, 1,
@@ -121,6 +126,9 @@ def rules(section) -> tuple[Rule, ...]:
         Rule("discarded_mass", _metric("mask/discarded_mass"), section.discarded_mass, section.discarded_mass / 2, 5,
              "the gate discards much of what the current policy would do, so the update is biased towards what the old "
              "one did. Lower rollout.max_lag or the learning rate"),
+        Rule("lag_beyond_bound", _beyond_bound(max_lag), section.lag_beyond_bound, section.lag_beyond_bound / 2, 10,
+             "the batches are older on average than rollout.max_lag allows in order of admission: long episodes are "
+             "overtaken by later ones. Set rollout.max_token_lag, or lower rollout.max_lag or rollout.max_tokens"),
         Rule("gradient_norm", _grad_norm_jump, section.gradient_norm, section.gradient_norm / 2, 1,
              "the policy's gradient norm jumped against its median of the last 50 steps. Look at this step's worst "
              "trajectories; if it repeats, lower the learning rate or clip_grad"),
@@ -143,8 +151,9 @@ def rules(section) -> tuple[Rule, ...]:
 class Alarms:
     """Feed it every step's metrics; `raised` holds the names of the rules that are raised now."""
 
-    def __init__(self, section):
-        self.rules, self.history = rules(section), History()
+    def __init__(self, section, max_lag: int):
+        """`section` is the config's `alarms`, `max_lag` its rollout.max_lag."""
+        self.rules, self.history = rules(section, max_lag), History()
         self.raised: set[str] = set()
         self._beyond = dict.fromkeys((rule.name for rule in self.rules), 0)
 

@@ -1,7 +1,8 @@
 """Into which bucket an action token falls, for each of the ways in which mask statistics are broken down.
 
-Edges are fixed, so that steps and runs can be compared, and so that ranks can add their counts. The exception is
-entropy: its deciles are those of the step's own tokens, made after the reduction from fine fixed bins.
+Edges are fixed, so that steps and runs can be compared, and so that ranks can add their counts. The exceptions are
+entropy and expert load: their deciles are those of the step's own tokens, made after the reduction from fine fixed
+bins.
 """
 from __future__ import annotations
 
@@ -36,10 +37,16 @@ BREAKDOWNS = {
     "length": _integers(1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, meaning="action tokens of its trajectory"),
     "advantage": Buckets(np.array([-np.inf, 0.0, np.nextafter(np.float32(0), np.float32(1))]),
                          ("negative", "zero", "positive"), "sign of its advantage"),
+    "expert_load": Buckets(np.concatenate([[-np.inf], np.logspace(-0.7, 1.3, 401)]), _TENTHS,
+                           "decile of how busy its experts were: the tokens that an expert got in units of its layer's "
+                           "mean, averaged over the layers and the k experts of the token before it, whose output "
+                           "predicts it"),
     "entropy": Buckets(np.concatenate([[-np.inf], np.logspace(-6, 1.5, 151)]), _TENTHS,
                        "decile of the policy's entropy among the step's action tokens"),
 }
-"""The names of `entropy` are those of its deciles; its edges are fine bins, 20 a factor of 10 (nats)."""
+"""The edges of what is in DECILES are fine bins: of entropy 20 a factor of 10 (nats), of load 200."""
+DECILES = ("expert_load", "entropy")
+"""Breakdowns whose names are those of the deciles."""
 
 
 def deciles(counts: np.ndarray) -> np.ndarray:

@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 from sao_megatron.telemetry.buckets import BREAKDOWNS
 from sao_megatron.telemetry.statistics import ADVANTAGE_EDGES, COARSE_LOG_RATIO_EDGES
 
+PHASES = ("wait", "critic", "recompute", "policy", "publish", "checkpoint", "other")
 DRAWN = ("lag", "position", "turn")
 """Breakdowns that are drawn over the steps."""
 MOST_COLUMNS = 400
@@ -28,6 +29,21 @@ def dropped_by(name: str, steps: list[int], metrics: list[dict[str, float]]) -> 
     axes.set(xlabel="learner step", ylabel=name, yticks=range(len(rows)), yticklabels=rows,
              title=f"dropped, % of the action tokens of each {name}")
     figure.colorbar(image, ax=axes, label="% dropped")
+    return figure
+
+
+def phases(steps: list[int], metrics: list[dict[str, float]]) -> Figure | None:
+    """Seconds of each learner step by phase, one above the other; None where nothing is known."""
+    known = [name for name in PHASES if any(step.get(f"seconds/{name}") for step in metrics)]
+    if not known:
+        return None
+    seconds = _averaged(np.array([[step.get(f"seconds/{name}", np.nan) for step in metrics] for name in known]))
+    figure = _figure(3.4)
+    axes = figure.subplots()
+    axes.stackplot(np.linspace(steps[0], steps[-1], seconds.shape[1]), np.nan_to_num(seconds), labels=known)
+    axes.set(xlabel="learner step", ylabel="seconds", title="seconds of a step by phase")
+    axes.margins(x=0)
+    figure.legend(loc="outside right")
     return figure
 
 

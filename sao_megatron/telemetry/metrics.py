@@ -10,6 +10,7 @@ from typing import NamedTuple
 from sao_megatron.config import AlarmSection
 from sao_megatron.telemetry.alarms import Rule, rules
 from sao_megatron.telemetry.buckets import BREAKDOWNS
+from sao_megatron.telemetry.machine import GPU_FIELDS
 
 
 class Metric(NamedTuple):
@@ -44,9 +45,12 @@ METRICS = (
     Metric("mismatch/tokens", "tokens", "action tokens of lag 0 in the batch"),
     Metric("lag/mean", "versions", "learner version − version at sampling"),
     Metric("lag/max", "versions", "the same, largest in the batch"),
+    Metric("pacing/max_lag", "versions", "lag that pacing admitted: rollout.max_lag, or less (alarms.on_alarm=slow)"),
     Metric("policy/entropy", "nats", "mean entropy of the policy where it chose the action tokens"),
     Metric("policy/grad_norm", "", "before clipping; mean over the mini-batches"),
     Metric("policy/lr", "", "learning rate of the last policy update"),
+    Metric("experts/busiest", "layer's mean", "tokens of the busiest expert of any layer in the last policy update, in "
+           "units of the mean of its layer's experts; 1 = all equally busy"),
     Metric("policy_updated", "0 or 1", "0 in the critic-only steps"),
     Metric("critic/loss", "reward²", "mean squared error of the values before the step's first critic update"),
     Metric("critic/explained_variance", "share", "1 − Var(return − value) / Var(return), before the first update"),
@@ -60,6 +64,7 @@ METRICS = (
     Metric("reward/solve_rate", "share", "of the batch's trajectories, those that the task calls solved"),
     Metric("trajectories/count", "trajectories", "size of the batch"),
     Metric("trajectories/mixed_version", "trajectories", "those sampled from more than one weight version"),
+    Metric("trajectories/segments", "sequences", "of all trajectories: more than those where contexts were rewritten"),
     Metric("trajectories/truncated", "trajectories", "those that a budget cut off"),
     Metric("tokens/action", "tokens", "action tokens of the batch"),
     Metric("tokens/total", "tokens", "all tokens of the batch"),
@@ -74,15 +79,36 @@ METRICS = (
     Metric("seconds/step", "s", "since the previous step was recorded"),
     Metric("learner/tokens_per_second", "tokens/s", "tokens/total over seconds/step"),
     Metric("engine/tokens_per_second", "tokens/s", "action tokens that reached the store, over seconds/step"),
+    Metric("learner/flops_per_second", "FLOP/s", "of a learner rank: what the model needs for the step (below), over "
+           "seconds/step"),
+    Metric("learner/mfu", "share", "the same over the GPU's peak; only on a GPU that telemetry/flops.py knows"),
+    Metric("learner/bubble", "share", "of an ideal 1F1B pipeline of equal micro-batches: (p − 1) / (m + p − 1) for p "
+           "stages and m micro-batches of a policy update"),
+    Metric("engine/flops_per_second", "FLOP/s", "of one GPU of an engine (of an engine's rank on a CPU): a forward of "
+           "every token of what reached the store, each once, over seconds/step; contexts are taken to be the batch's"),
+    Metric("engine/mfu", "share", "the same over the learner's GPU's peak"),
     Metric("queue/ready", "trajectories", "finished and waiting to be trained"),
     Metric("queue/in_flight", "episodes", "being sampled"),
+    Metric("machine/memory", "GB", "in use on the machine of rank 0"),
+    Metric("machine/memory_share", "share", "of that machine's memory that is not available"),
+    Metric("machine/cores", "cores", "of that machine that were busy, mean since the step before"),
+    Metric("machine/process_memory", "GB", "resident memory of rank 0"),
 )
+NUMBERED = (
+    *(Metric(f"gpu/{name} …", unit, meaning) for name, (unit, meaning) in GPU_FIELDS.items()),
+    Metric("sglang/running …", "requests", "that the engine decodes"),
+    Metric("sglang/waiting …", "requests", "that wait in it"),
+    Metric("sglang/tokens_per_second …", "tokens/s", "that it samples"),
+    Metric("sglang/cache_used …", "share", "of its KV cache"),
+    Metric("sglang/cache_hits …", "share", "of prompt tokens that its prefix cache held"),
+)
+"""One for each GPU or engine: … is rank-0, other-0 or the engine's index."""
 _TASK_MEANING = "task of its trajectory"
 
 
 def known(name: str) -> bool:
     """Is `name` a metric of the table, or one of its breakdowns?"""
-    if name in {metric.name for metric in METRICS}:
+    if name in {metric.name for metric in METRICS} or f"{name.rpartition(' ')[0]} …" in {m.name for m in NUMBERED}:
         return True
     folder, _, rest = name.partition("/")
     field, _, bucket = rest.partition(" ")
@@ -96,12 +122,16 @@ def markdown() -> str:
     """docs/metrics.md."""
     rows = ["| name | unit | meaning |", "|---|---|---|",
             *(f"| `{m.name}` | {m.unit} | {m.meaning} |" for m in METRICS)]
+    numbered = ["| name | unit | meaning |", "|---|---|---|",
+                *(f"| `{m.name}` | {m.unit} | {m.meaning} |" for m in NUMBERED)]
     meanings = {name: buckets.meaning for name, buckets in BREAKDOWNS.items()} | {"task": _TASK_MEANING}
     buckets = {name: ", ".join(b.names) for name, b in BREAKDOWNS.items()} | {"task": "the tasks' names"}
     broken = ["| breakdown | a token's bucket | buckets |", "|---|---|---|",
               *(f"| `by_{name}/…` | {meaning} | {buckets[name]} |" for name, meaning in meanings.items())]
-    alarms = ["| alarm | rings | cause, and what to try |", "|---|---|---|", *map(_alarm, rules(AlarmSection()))]
-    return "\n".join((_INTRODUCTION, *rows, "", _BREAKDOWNS, *broken, "", _CLOSING, "", _ALARMS, *alarms))
+    alarms = ["| alarm | rings | cause, and what to try |", "|---|---|---|",
+              *map(_alarm, rules(AlarmSection(), max_lag=0))]
+    return "\n".join((_INTRODUCTION, *rows, "", _BREAKDOWNS, *broken, "", _CLOSING, "",
+                      _MACHINES, *numbered, "", _FLOPS, "", _ALARMS, *alarms))
 
 
 def _alarm(rule: Rule) -> str:
@@ -113,9 +143,12 @@ def _alarm(rule: Rule) -> str:
 _INTRODUCTION = """# Metrics
 
 Every learner step writes these to TensorBoard and to the run's store; the axis is the learner step (critic-only steps
-included). This page is made by `python -m sao_megatron.telemetry.metrics > docs/metrics.md`; a test holds it to the
-code. Shares are of the step's action tokens unless they say otherwise. All of it is summed where the tokens are, on
-the ranks, and reduced once a step.
+included). `writers.jsonl=true` also writes them to metrics.jsonl in the run's folder, one line a step, and
+`writers.wandb=<project>` to Weights & Biases (`pip install wandb`; `writers.wandb_mode=offline` for later).
+
+This page is made by `python -m sao_megatron.telemetry.metrics > docs/metrics.md`; a test holds it to the code. Shares
+are of the step's action tokens unless they say otherwise. All of it is summed where the tokens are, on the ranks, and
+reduced once a step.
 """
 _BREAKDOWNS = """## Broken down
 
@@ -126,15 +159,45 @@ low. A bucket without tokens has no value in that step.
 _ALARMS = """## Alarms
 
 Rules over these metrics (`telemetry/alarms.py`) with the limits of the config section `alarms`. One that rings is a
-line in the learner's log and a text in TensorBoard; `alarms.on_alarm` says whether the run goes on (`warn`), waits
-until the file `PAUSED` in its folder is deleted (`pause`) or ends (`stop`). Rules about the engine need 30 tokens of
-lag 0 in a step. `gradient_norm` is in units of its median of the last 50 steps, `entropy_…` of its mean in the first
-ten updates, `reward_drop` of the best mean of twenty steps (at least 0.1).
+line in the terminal and in the learner's log, and a text in TensorBoard; `alarms.on_alarm` says whether the run goes on
+(`warn`), goes on with fresher samples (`slow`), waits until the file `PAUSED` in its folder is deleted (`pause`) or
+ends (`stop`). A run that is resumed remembers what its steps so far did to the alarms.
+
+`slow`: while `mask_share`, `effective_sample_size`, `discarded_mass` or `lag_beyond_bound` is raised, pacing admits one
+version of lag less than before, and again one less after each 2·(rollout.max_lag + 1) steps in which it is still
+raised, down to 0; when none is raised any more it goes up again in the same steps. `pacing/max_lag` shows it. Engines
+may wait for the learner meanwhile: that is the price. Other alarms only warn, since fresher samples do not cure them.
+
+Rules about the engine need 30 tokens of lag 0 in a step. `gradient_norm` is in units of its median of the last 50
+steps, `entropy_…` of its mean in the first ten updates, `reward_drop` of the best mean of twenty steps (at least 0.1),
+`lag_beyond_bound` in versions of mean lag above rollout.max_lag.
 """
+_MACHINES = """## Machines
+
+`gpu/… rank-3` is the GPU of learner rank 3, `gpu/… other-0` a GPU of rank 0's machine that is no rank's (an engine's,
+with `sao-megatron train`); both need `nvidia-ml-py`. `sglang/… 0` is what engine 0 says of itself in its /metrics,
+looked at every 5 s. GPUs of machines on which only engines run are not read: SGLang's numbers are all there is of them.
+"""
+_FLOPS = """### FLOPs and MFU
+
+Of one token, a forward takes (`telemetry/flops.py`; h hidden size, L layers, H heads, d head size, V vocabulary):
+
+- attention's projections, 2·L·h·d·(2H + 2·key/value heads), with latents theirs; scores and sums, 4·L·H·d for each pair
+  of a query and a key before it;
+- MLP: 6·h·width in a dense layer; in one with E experts 2·h·E for the router and 6·h·expert width·(k + shared experts);
+- the head, 2·h·V, only where an action token is predicted.
+
+A step takes three forwards (one forward, one backward) of the policy, of the critic (without head) for each of its K
+updates, and one of the policy where its behaviour policy is recomputed. Padding, norms and what is computed twice do
+not count. `tests/unit/test_flops.py` holds the numbers of a forward to those that PyTorch counts in Transformers'
+models. Peaks are NVIDIA's for dense bfloat16."""
 _CLOSING = """Histograms: `lag/tokens` and `ratio/log` (log r, 120 fixed bins from −3 to 3 and two open ones), the same
-bins in every step and run. Images, redrawn every 50 steps: `heat/…`, the dropped share by bucket and step, and
-`heat/advantage_ratio`, the step's action tokens by advantage and log r. The custom-scalars page is the place to start:
-reward, dropped share by side, effective sample size, discarded mass, lag."""
+bins in every step and run. Images, redrawn every 50 steps: `heat/…`, the dropped share by bucket and step,
+`heat/seconds`, the seconds of a step by phase, and `heat/advantage_ratio`, the step's action tokens by advantage and
+log r. The custom-scalars page is the place to start:
+reward, dropped share by side, effective sample size, discarded mass, lag. The text `worst`, written as often, shows the
+trajectories of the steps since the last one that lost most tokens, each token with its fate; with `tokens.page`, the
+address under which you serve the page of `sao-megatron inspect --html`, its tokens are links there."""
 
 if __name__ == "__main__":
     print(markdown())

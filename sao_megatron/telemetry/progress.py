@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from typing import Any, TextIO
 
+from sao_megatron.telemetry.events import Events
+
 PLAIN_INTERVAL = 2.0
 """Least seconds between two step lines where there is no terminal."""
 SILENCE = 5.0
@@ -21,8 +23,12 @@ _ETA_STEPS = 20  # the time left is judged by this many last steps
 class Progress:
     """Prints to `out`; `total_steps` counts critic-only steps and policy updates."""
 
-    def __init__(self, total_steps: int, out: TextIO | None = None, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, total_steps: int, out: TextIO | None = None, clock: Callable[[], float] = time.monotonic,
+                 journal: Events | None = None):
         self._total = total_steps
+        self._journal = journal
+        self.saved_step = 0
+        """Learner steps in the newest checkpoint, for the journal."""
         self._out = out or sys.stdout
         self._clock = clock
         self._live = self._out.isatty()
@@ -34,6 +40,12 @@ class Progress:
     def note(self, text: str) -> None:
         """One line that stays."""
         self._write(f"[{self._clock() - self._began:5.0f} s] {text}", stays=True)
+
+    def event(self, kind: str, what: str, text: str) -> None:
+        """A note that the run's journal keeps too (kinds: telemetry/events.py)."""
+        self.note(text.splitlines()[0])
+        if self._journal is not None:
+            self._journal.add(kind, what, text, self.saved_step)
 
     def status(self, text: str) -> None:
         """What the run is doing now: printed when it changes, and again when nothing was printed for a while."""

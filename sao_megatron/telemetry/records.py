@@ -19,7 +19,7 @@ from sao_megatron.trajectory.versions import lag
 
 log = logging.getLogger("records")
 
-SCHEMA_VERSION = b"1"
+SCHEMA_VERSION = b"2"
 VERSION_KEY = b"sao_megatron.tokens"
 """Key of the schema's version in a file's metadata."""
 
@@ -36,6 +36,7 @@ _TYPES = {
     "fate": pa.string(),  # kept, dropped_low, dropped_high, recovered
     "weight": pa.float32(),  # the gate's
     "advantage": pa.float32(), "value": pa.float32(), "return": pa.float32(), "entropy": pa.float32(),
+    "expert_load": pa.float32(),  # of the experts of the token before it, in units of their layers' mean
     "reward": pa.float32(), "trajectory_reward": pa.float32()}
 SCHEMA = pa.schema(_TYPES.items(), {VERSION_KEY: SCHEMA_VERSION})
 DICTIONARIES = [name for name, kind in _TYPES.items() if kind == pa.string()]

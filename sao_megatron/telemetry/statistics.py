@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sao_megatron.algorithm.dis import Fate
-from sao_megatron.telemetry.buckets import BREAKDOWNS, deciles
+from sao_megatron.telemetry.buckets import BREAKDOWNS, DECILES, deciles
 
 LOG_RATIO_EDGES = np.concatenate([[-np.inf], np.linspace(-3.0, 3.0, 121), [np.inf]])
 """Bins of log r, the same in every step and run so that histograms can be compared."""
@@ -48,6 +48,8 @@ class Tokens:
     """Action tokens of its trajectory."""
     task: np.ndarray
     """Index into the Statistics' tasks."""
+    expert_load: np.ndarray | None = None
+    """Of the experts that it was predicted by (learner/expert_load.py); None where a model has none."""
 
     def buckets(self, name: str) -> np.ndarray:
         """Its bucket in the breakdown `name`."""
@@ -102,6 +104,8 @@ class Statistics:
         fields = (None, low, high, tokens.fate == Fate.RECOVERED, tokens.weight,
                   np.square(tokens.weight, dtype=np.float64), np.exp(kept))  # float64 holds any ratio that occurs
         for name, table in self.breakdowns.items():
+            if name == "expert_load" and tokens.expert_load is None:
+                continue
             index = tokens.buckets(name)
             for column, field in enumerate(fields):
                 table[:, column] += np.bincount(index, field, minlength=len(table))
@@ -162,7 +166,7 @@ class Statistics:
         result = {}
         for name, table in self.breakdowns.items():
             names = self.tasks if name == "task" else BREAKDOWNS[name].names
-            if name == "entropy":
+            if name in DECILES:
                 table = _in_deciles(table)
             for bucket, row in zip(names, table, strict=True):
                 if row[0]:

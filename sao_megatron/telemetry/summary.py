@@ -13,7 +13,7 @@ from sao_megatron.trajectory.store import EvaluationRow, StepRow, Store
 
 STARTED_AT = "started_at"
 """Key of the store's state: when the launcher started the processes, Unix seconds."""
-_PHASES = ("wait", "critic", "recompute", "policy", "publish", "checkpoint", "other")
+PHASES = ("wait", "critic", "recompute", "policy", "publish", "checkpoint", "other")
 
 
 def write_summary(run_dir: Path) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def _seconds(steps: list[StepRow], evaluations: list[EvaluationRow], started: fl
     def spent(row: StepRow, phase: str) -> float:
         return row.metrics.get(f"seconds/{phase}", 0.0)
 
-    seconds = {phase: sum(spent(row, phase) for row in steps) for phase in _PHASES}
+    seconds = {phase: sum(spent(row, phase) for row in steps) for phase in PHASES}
     begins = [row.time - spent(row, "step") for row in steps]
     ends = [row.time for row in [*steps, *evaluations]]
     known = started is not None
@@ -120,7 +120,7 @@ def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         return "–" if value is None else format(value, spec)
 
     seconds, rates = summary["seconds"], summary["tokens_per_second"]
-    phases = ", ".join(f"{phase} {duration(seconds[phase])}" for phase in ("start_up", *_PHASES)
+    phases = ", ".join(f"{phase} {duration(seconds[phase])}" for phase in ("start_up", *PHASES)
                        if seconds[phase] is not None).replace("start_up", "start-up")
     total = "–" if seconds["total"] is None else duration(seconds["total"])
     return [

@@ -13,7 +13,9 @@ from torch.utils.tensorboard.summary import hparams
 
 from sao_megatron.telemetry import heatmaps
 from sao_megatron.telemetry.buckets import LAG
+from sao_megatron.telemetry.records import Recorded
 from sao_megatron.telemetry.statistics import LOG_RATIO_EDGES, Statistics
+from sao_megatron.telemetry.worst import Worst
 
 DRAW_EVERY = 50
 """Steps between two drawings of the heat maps."""
@@ -29,31 +31,43 @@ LAYOUT = {
         "gradient norm": ["Multiline", ["policy/grad_norm", "critic/grad_norm"]],
         "explained variance": ["Multiline", ["critic/explained_variance"]],
         "engine against learner at lag 0 (nats)": ["Multiline", ["mismatch/mean", "mismatch/p99", "mismatch/max"]],
-        "seconds by phase": ["Multiline", [f"seconds/{name}" for name in (
-            "wait", "critic", "recompute", "policy", "publish", "checkpoint", "other")]]}}
+        "experts, busiest against mean": ["Multiline", ["experts/busiest"]],
+        "alarms": ["Multiline", ["alarm/.*"]]},
+    "Are the machines busy?": {
+        "seconds by phase": ["Multiline", [f"seconds/{name}" for name in heatmaps.PHASES]],
+        "tokens a second": ["Multiline", ["learner/tokens_per_second", "engine/tokens_per_second"]],
+        "FLOP/s": ["Multiline", ["learner/flops_per_second", "engine/flops_per_second"]],
+        "MFU": ["Multiline", ["learner/mfu", "engine/mfu"]],
+        "GPU utilisation": ["Multiline", ["gpu/utilisation .*"]],
+        "engines: requests running and waiting": ["Multiline", ["sglang/running .*", "sglang/waiting .*"]],
+        "pacing": ["Multiline", ["pacing/max_lag", "queue/ready", "queue/in_flight"]]}}
 
 
-class StepWriter:
+class TensorBoardWriter:
     """Writes one learner step at a time; the axis is the learner step.
 
     `settings` (flat names and values) are shown as hyperparameters. After a restart, steps from `first_step` on that an
     earlier learner wrote are hidden, since they are made again; `earlier` are the (step, metrics) of those before it,
-    which the heat maps show too.
+    which the heat maps show too; `worst` makes the text of the trajectories that lost most tokens.
     """
 
     def __init__(self, folder: Path, settings: dict[str, float | str | bool] | None = None,
-                 first_step: int = 0, earlier: list[tuple[int, dict[str, float]]] = ()):
+                 first_step: int = 0, earlier: list[tuple[int, dict[str, float]]] = (), worst: Worst | None = None):
         self._writer = SummaryWriter(str(folder), flush_secs=10, purge_step=first_step)
         self._writer.add_custom_scalars(LAYOUT)
         if settings:
             for summary in hparams(settings, {"reward/mean": None}):
                 self._writer.file_writer.add_summary(summary)
+        self._worst = worst
         self._steps = [step for step, _ in earlier]
         self._metrics = [_drawn(metrics) for _, metrics in earlier]
 
-    def write(self, step: int, metrics: dict[str, float], statistics: Statistics) -> None:
+    def write(self, step: int, metrics: dict[str, float], statistics: Statistics,
+              recorded: list[Recorded] = ()) -> None:
         scalars = Summary(value=[Summary.Value(tag=name, simple_value=float(v)) for name, v in metrics.items()])
         self._writer.file_writer.add_summary(scalars, step)  # one event: hundreds of add_scalar would take 30 ms
+        if self._worst:
+            self._worst.add(step, recorded)
         if not statistics.log_ratio.any():
             return
         self._histogram("lag/tokens", statistics.fates.sum(1), _LAG_BINS, step)
@@ -73,6 +87,10 @@ class StepWriter:
         for name in heatmaps.DRAWN:
             if figure := heatmaps.dropped_by(name, self._steps, self._metrics):
                 self._writer.add_figure(f"heat/{name}", figure, step)
+        if figure := heatmaps.phases(self._steps, self._metrics):
+            self._writer.add_figure("heat/seconds", figure, step)
+        if self._worst and (text := self._worst.take()):
+            self._writer.add_text("worst", text, step)
 
     def _histogram(self, name: str, counts: np.ndarray, edges: np.ndarray, step: int) -> None:
         """Add counts of fixed bins (one edge more than counts), without the empty bins at both ends.
@@ -94,7 +112,8 @@ class StepWriter:
 
 
 def _drawn(metrics: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in metrics.items() if name.startswith("by_") and "/dropped " in name}
+    return {name: value for name, value in metrics.items()
+            if name.startswith("seconds/") or name.startswith("by_") and "/dropped " in name}
 
 
 _LAG_BINS = np.concatenate([LAG.edges - 0.5, [2 * LAG.edges[-1] - 0.5]])  # an integer lag lies inside its bin

@@ -1,6 +1,7 @@
 """From trajectories to micro-batches: whole trajectories packed one after the other, balanced over data parallel ranks.
 
-Everything per token that training needs is per *action* token: the position whose output predicts it (one before it),
+A trajectory's segments are sequences of their own, which attend to nothing outside; they stay together and in order, so
+that its action tokens, over all of them, are one consecutive run (the chain of ALGORITHM.md §2). Everything per token that training needs is per *action* token: the position whose output predicts it (one before it),
 its id, its rollout log-prob, its reward. Observation and prompt tokens are only context.
 """
 from __future__ import annotations
@@ -39,21 +40,30 @@ class MicroBatch:
     last: np.ndarray
     """int64 [m]: packed position of each trajectory's last token, whose value is the one after the end."""
 
+    @property
+    def real(self) -> np.ndarray:
+        """bool [T]: no padding."""
+        real = np.zeros(len(self.tokens), bool)
+        for t, start in zip(self.trajectories, self.cu_seqlens, strict=False):
+            real[start:start + len(t)] = True
+        return real
+
 
 def pack(trajectories: list[Trajectory], packed_length: int, sequence_multiple: int = 1) -> MicroBatch:
-    """Concatenate trajectories, each padded to a multiple of `sequence_multiple`, and pad to `packed_length` tokens."""
-    lengths = [_round_up(len(t), sequence_multiple) for t in trajectories]
+    """Concatenate trajectories, each segment padded to a multiple of `sequence_multiple`, and pad to `packed_length`."""
+    lengths = [size for t in trajectories for size in _padded(t, sequence_multiple)]
     if padding := packed_length - sum(lengths):
         lengths.append(padding)
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    places = _places(trajectories, starts)
     tokens = np.zeros(packed_length, np.int64)
-    for t, start in zip(trajectories, starts, strict=False):
-        tokens[start:start + len(t)] = t.tokens
+    for t, place in zip(trajectories, places, strict=True):
+        tokens[place] = t.tokens
 
     def actions(field: str, dtype) -> np.ndarray:
         parts = [getattr(t, field)[t.action_mask] for t in trajectories]
         return np.concatenate(parts).astype(dtype) if parts else np.zeros(0, dtype)
-    predict = [np.flatnonzero(t.action_mask) - 1 + start for t, start in zip(trajectories, starts, strict=False)]
+    predict = [place[t.action_mask] - 1 for t, place in zip(trajectories, places, strict=True)]
     return MicroBatch(
         trajectories=trajectories, tokens=tokens,
         positions=np.concatenate([np.arange(length) for length in lengths]).astype(np.int64),
@@ -62,7 +72,22 @@ def pack(trajectories: list[Trajectory], packed_length: int, sequence_multiple: 
         targets=actions("tokens", np.int64), rollout_logprobs=actions("rollout_logprobs", np.float32),
         rewards=actions("rewards", np.float32), versions=actions("versions", np.int32),
         lengths=np.array([t.num_actions for t in trajectories], np.int64),
-        last=np.array([start + len(t) - 1 for t, start in zip(trajectories, starts, strict=False)], np.int64))
+        last=np.array([place[-1] for place in places], np.int64))
+
+
+def _padded(trajectory: Trajectory, sequence_multiple: int) -> list[int]:
+    """Packed length of each segment."""
+    return [_round_up(length, sequence_multiple) for length in trajectory.segment_lengths.tolist()]
+
+
+def _places(trajectories: list[Trajectory], starts: np.ndarray) -> list[np.ndarray]:
+    """Packed position of every token of each trajectory, whose segments begin at `starts` in order."""
+    places, first = [], 0
+    for t in trajectories:
+        shift = starts[first:first + len(t.segments)] - t.segments
+        places.append(np.arange(len(t)) + np.repeat(shift, t.segment_lengths))
+        first += len(t.segments)
+    return places
 
 
 def mini_batches(trajectories: list[Trajectory], count: int, group_size: int = 1) -> list[list[Trajectory]]:
@@ -85,7 +110,7 @@ def micro_batches(trajectories: list[Trajectory], dp_size: int, dp_rank: int, to
     `unit` consecutive trajectories stay together, in order (the pairs of a preference).
     """
     units = [range(i, min(i + unit, len(trajectories))) for i in range(0, len(trajectories), unit)]
-    sizes = [sum(_round_up(len(trajectories[i]), sequence_multiple) for i in members) for members in units]
+    sizes = [sum(sum(_padded(trajectories[i], sequence_multiple)) for i in members) for members in units]
     ranks = []  # per rank: micro-batches of unit indices
     for share in _balance(sizes, dp_size):
         ranks.append([[share[i] for i in bin] for bin in _fill([sizes[i] for i in share], token_budget)])

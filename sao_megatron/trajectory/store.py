@@ -31,6 +31,10 @@ SCHEMA_VERSION = 2
 STATES = ("ready", "leased", "trained", "dropped", "error")
 MAX_LAG = "max_lag"
 """Key of the state: the lag that pacing may admit now, where the learner has lowered it (alarms.on_alarm=slow)."""
+ALARMS = "alarms"
+"""Key of the state: [[step, sentence], ...] of the last alarms."""
+ENGINES = "engines"
+"""Key of the state: what each engine last said of itself, {name: number}, or null."""
 LOCK_TIMEOUT = 60.0  # seconds to wait for another process's write, which takes milliseconds
 
 _SCHEMA = f"""
@@ -110,10 +114,16 @@ def is_within(name: str) -> bool:
 class Store:
     """A handle for one thread of one process. Raises RunError if the file is not a store of this schema version."""
 
-    def __init__(self, path: str | Path, journal: str | None = None):
-        """`journal`: WAL or TRUNCATE; by default what the file system allows."""
+    def __init__(self, path: str | Path, journal: str | None = None, read_only: bool = False):
+        """`journal`: WAL or TRUNCATE; by default what the file system allows. `read_only`: for a look at a store that
+        others write, from any machine; it must exist, and every method that writes raises."""
         self.path = Path(path)
         try:
+            if read_only:
+                self._db = sqlite3.connect(f"{self.path.absolute().as_uri()}?mode=ro", uri=True, timeout=LOCK_TIMEOUT,
+                                           isolation_level=None)
+                self._check_version()
+                return
             self._db = sqlite3.connect(self.path, timeout=LOCK_TIMEOUT, isolation_level=None)
             self._db.execute(f"PRAGMA journal_mode = {journal or journal_mode(self.path)}")
             self._db.execute("PRAGMA synchronous = FULL")
@@ -131,7 +141,12 @@ class Store:
                 if sqlite3.complete_statement(statement):
                     self._db.execute(statement)
                     statement = ""
-        elif found != SCHEMA_VERSION:
+        else:
+            self._check_version()
+
+    def _check_version(self) -> None:
+        found = self._one("PRAGMA user_version")[0]
+        if found != SCHEMA_VERSION:
             raise RunError(f"trajectory store {self.path} has schema version {found}, expected {SCHEMA_VERSION}: "
                            "start a new run, or use the package version that wrote it")
 
@@ -316,6 +331,11 @@ class Store:
         """Recorded steps above `after`, in order."""
         rows = self._db.execute("SELECT step, version, time, metrics FROM steps WHERE step > ? ORDER BY step", (after,))
         return [StepRow(step, version, when, json.loads(metrics)) for step, version, when, metrics in rows]
+
+    def last_steps(self, count: int) -> list[StepRow]:
+        """The newest `count` recorded steps, in order."""
+        newest = self._one("SELECT COALESCE(MAX(step), -1) FROM steps")[0]
+        return self.steps(after=newest - count)
 
     def add_evaluation(self, name: str, version: int, episodes: int, solved: int, mean_reward: float,
                        task_set: str = "", metrics: dict[str, float] | None = None) -> None:

@@ -47,6 +47,9 @@ class Trajectory:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     info: dict[str, Any] = field(default_factory=dict)
     """Free, JSON-able: timings, task outcome, error text."""
+    segments: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int32))
+    """int32 [s]: where each segment begins. A rollout whose context was rewritten on the way is several sequences, each
+    with the whole context that its action tokens were sampled from, and one outcome (ALGORITHM.md §2)."""
 
     def __post_init__(self):
         for name, dtype in _ARRAYS.items():
@@ -54,6 +57,7 @@ class Trajectory:
             if array.ndim != 1 or len(array) != len(self.tokens):
                 self._fault(name, f"has shape {array.shape}, expected ({len(self.tokens)},), one entry per token")
             setattr(self, name, array.astype(dtype, copy=False))
+        self.segments = np.asarray(self.segments, np.int32)
         self.status = Status(self.status)
         if self.status is Status.ERROR:
             return
@@ -62,8 +66,12 @@ class Trajectory:
             self._fault("action_mask", "has no action token")
         if self.tokens.min() < 0:
             self._fault("tokens", f"has the negative id {self.tokens.min()}")
-        if action[0]:
-            self._fault("action_mask", "marks token 0, which nothing precedes: a prompt has at least one token")
+        starts = self.segments
+        if not len(starts) or starts[0] != 0 or (np.diff(starts) <= 0).any() or starts[-1] >= len(self):
+            self._fault("segments", f"is {starts.tolist()}: expected ascending positions from 0 on, below {len(self)}")
+        if action[starts].any():
+            where = starts[action[starts]][0]
+            self._fault("action_mask", f"marks token {where}, which nothing precedes: a prompt has at least one token")
         logprobs = self.rollout_logprobs[action]
         if not np.isfinite(logprobs).all():
             where = np.flatnonzero(action)[~np.isfinite(logprobs)][0]
@@ -93,6 +101,11 @@ class Trajectory:
         return int(self.action_mask.sum())
 
     @property
+    def segment_lengths(self) -> np.ndarray:
+        """int64 [s]: tokens of each segment."""
+        return np.diff(np.append(self.segments, len(self)))
+
+    @property
     def reward(self) -> float:
         """Sum of all rewards (the outcome, for outcome-only tasks)."""
         return float(self.rewards.sum())
@@ -116,6 +129,7 @@ class TrajectoryBuilder:
         self._versions = [UNSAMPLED] * len(self.tokens)
         self._turns = [0] * len(self.tokens)
         self._rewards = [0.0] * len(self.tokens)
+        self._segments = [0]
         self.turn = 0
         self._identity = dict(prompt_id=prompt_id, task=task, group_id=group_id)
 
@@ -144,6 +158,20 @@ class TrajectoryBuilder:
                 return
         raise ValueError("a reward came before any action token")
 
+    def add_segment(self, other: TrajectoryBuilder) -> None:
+        """Append what another builder holds as a new segment (or several); its turns continue this one's."""
+        start, turn = len(self.tokens), self.turn
+        self._segments += [start + begin for begin in other._segments]
+        self._extend(other.tokens, other._logprobs, other._versions)
+        self._turns[start:] = [turn + later for later in other._turns]
+        self._rewards[start:] = other._rewards
+        self.turn = turn + other.turn
+
+    @property
+    def segment_tokens(self) -> list[int]:
+        """Tokens of the last segment: the context of the next action."""
+        return self.tokens[self._segments[-1]:]
+
     def _extend(self, tokens, logprobs, versions):
         self.tokens += tokens
         self._logprobs += logprobs
@@ -156,13 +184,13 @@ class TrajectoryBuilder:
         return Trajectory(tokens=np.array(self.tokens, np.int32), action_mask=versions != UNSAMPLED,
                           rollout_logprobs=np.array(self._logprobs, np.float32), versions=versions,
                           turns=np.array(self._turns, np.int16), rewards=np.array(self._rewards, np.float32),
-                          status=status, info=info, **self._identity)
+                          status=status, info=info, segments=np.array(self._segments, np.int32), **self._identity)
 
 
 def encode(trajectory: Trajectory) -> bytes:
     """One blob: length of the JSON header (4 bytes, little-endian), header, then the arrays' bytes in order."""
     header = {name: getattr(trajectory, name) for name in ("prompt_id", "task", "group_id", "status", "id", "info")}
-    header = json.dumps(header | {"length": len(trajectory)}).encode()
+    header = json.dumps(header | {"length": len(trajectory), "segments": trajectory.segments.tolist()}).encode()
     arrays = [np.ascontiguousarray(getattr(trajectory, name)).tobytes() for name in _ARRAYS]
     return b"".join([len(header).to_bytes(4, "little"), header, *arrays])
 

@@ -64,24 +64,48 @@ def prepare_model(config: RunConfig, run_dir: Path) -> Path:
 
     Raises UserError for a missing folder, an unknown architecture or an unsupported field, before anything is started.
     """
-    if config.model.mtp == "keep":
-        raise UserError("model.mtp=keep is not supported: Megatron-Core trains multi-token prediction on logits of the "
-                        "whole vocabulary, which this stack never makes; leave model.mtp at drop")
     if config.model.path is not None:
-        if not config.model.path.is_dir():
-            raise UserError(f"model.path: folder {config.model.path} does not exist")
-        family_of(read_config(config.model.path))
-        tensors = SafetensorsFolder(config.model.path)
-        tensors.check()
-        if tensors.is_quantized:
-            raise UserError(f"model.path: {config.model.path} is stored in float8, which is not trained: write it in "
-                            f"bfloat16 first, with tools/convert.py hf-to-megatron and megatron-to-hf")
+        _check_folder(config.model.path, config.model.mtp == "keep")
         return config.model.path
+    if config.model.mtp == "keep":
+        raise UserError("model.mtp=keep: model.fresh has no layers for multi-token prediction that could be kept: "
+                        "leave model.mtp at drop")
     family_of(canonical(config.model.fresh))
     folder = run_dir / "model"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config.model.fresh | {"torch_dtype": config.model.dtype}, indent=2))
     return folder
+
+
+def _check_folder(folder: Path, with_mtp: bool) -> None:
+    if not folder.is_dir():
+        raise UserError(f"model.path: folder {folder} does not exist")
+    if (folder / ".metadata").is_file():
+        raise UserError(f"model.path: {folder} is a checkpoint of the learner, engines need an HF folder: write one "
+                        f"with tools/convert.py megatron-to-hf (to go on with a run, use sao-megatron resume)")
+    hf_config = read_config(folder)
+    family_of(hf_config)
+    tensors = SafetensorsFolder(folder)
+    tensors.check()
+    if tensors.is_quantized:
+        raise UserError(f"model.path: {folder} is stored in float8, which is not trained: write it in bfloat16 first, "
+                        f"with tools/convert.py hf-to-megatron and megatron-to-hf")
+    if with_mtp:
+        check_mtp(folder)
+
+
+def check_mtp(folder: Path) -> None:
+    """Raise UserError if an HF folder has no layers for multi-token prediction."""
+    layers = read_config(folder)["num_hidden_layers"]
+    if not any(is_mtp(name, layers) for name in SafetensorsFolder(folder).names()):
+        raise UserError(f"{folder} has no layers for multi-token prediction (model.layers.{layers} …) that could be "
+                        f"kept: drop them (model.mtp, or --mtp)")
+
+
+def is_mtp(name: str, layers: int) -> bool:
+    """Whether an HF tensor is of multi-token prediction, whose layers follow the model's `layers` own."""
+    parts = name.split(".")
+    return parts[:2] == ["model", "layers"] and int(parts[2]) >= layers
 
 
 class FreshTensors:

@@ -11,11 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from sao_megatron.checkpoints import sync
-from sao_megatron.weights.folder import CHECKSUMS, INDEX, checksum
+from sao_megatron.weights.folder import CHECKSUMS, INDEX, SafetensorsFolder, checksum
+from sao_megatron.weights.hf import is_mtp, read_config
 
 MAX_BYTES = 4 * 2**30
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt",
@@ -70,13 +72,18 @@ def _write_file(tensors: dict[str, Tensor], path: Path) -> None:
     unfinished.rename(path)
 
 
-def finish(folder: Path, entries: dict[str, Entry], model_dir: Path, beside: dict[str, dict] | None = None) -> None:
-    """Complete `<folder>.partial`, whose tensors are `entries`, with what `model_dir` has beside its own and with the
-    JSON files `beside`, and rename it. A folder that is already there is replaced."""
+def finish(folder: Path, entries: dict[str, Entry], model_dir: Path, beside: dict[str, dict] | None = None,
+           mtp: bool = False) -> None:
+    """Complete `<folder>.partial`, whose tensors are `entries`, with what `model_dir` has beside its own, with the JSON
+    files `beside` and, if `mtp`, with its layers for multi-token prediction; then rename it. A folder that is already
+    there is replaced."""
     partial = partial_of(folder)
+    if mtp:
+        dtype = getattr(torch, max(entries.values(), key=lambda entry: entry.bytes).dtype)
+        entries = entries | write_files(_mtp_tensors(model_dir, dtype), partial, "model-mtp")
     entries = dict(sorted(entries.items()))
     _write_json(partial / CHECKSUMS, {"algorithm": "crc32", "tensors": {n: e.checksum for n, e in entries.items()}})
-    copy_beside(model_dir, partial, max(entries.values(), key=lambda entry: entry.bytes).dtype)
+    copy_beside(model_dir, partial, max(entries.values(), key=lambda entry: entry.bytes).dtype, mtp)
     for name, content in (beside or {}).items():
         _write_json(partial / name, content)
     _write_json(partial / INDEX, {"metadata": {"total_size": sum(e.bytes for e in entries.values())},
@@ -84,13 +91,23 @@ def finish(folder: Path, entries: dict[str, Entry], model_dir: Path, beside: dic
     rename(partial, folder)
 
 
-def copy_beside(model_dir: Path, target: Path, dtype: str) -> None:
+def _mtp_tensors(model_dir: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Layers for multi-token prediction as they lie in `model_dir`, multiplied out to `dtype` where it is in float8."""
+    layers, source = read_config(model_dir)["num_hidden_layers"], SafetensorsFolder(model_dir)
+    for name in source.names():
+        if is_mtp(name, layers):
+            source.verify_checksum(name)
+            tensor = source.get(name, source.shape(name))
+            yield name, tensor.to(dtype) if source.is_quantized and tensor.ndim == 2 else tensor
+
+
+def copy_beside(model_dir: Path, target: Path, dtype: str, mtp: bool = False) -> None:
     """Copy tokenizer and config.json, the latter as that of a model stored in `dtype`."""
     for name in TOKENIZER_FILES:
         if (model_dir / name).is_file():
             shutil.copy(model_dir / name, target / name)
     hf = json.loads((model_dir / "config.json").read_text())
-    _write_json(target / "config.json", exported_config(hf, dtype))
+    _write_json(target / "config.json", exported_config(hf, dtype, mtp))
 
 
 def rename(partial: Path, folder: Path) -> None:
@@ -107,12 +124,12 @@ def rename(partial: Path, folder: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def exported_config(hf: dict, dtype: str) -> dict:
-    """config.json of a model written in `dtype` (what was read as float8 too), without layers for multi-token
-    prediction, which are not loaded."""
+def exported_config(hf: dict, dtype: str, mtp: bool = False) -> dict:
+    """config.json of a model written in `dtype` (what was read as float8 too); unless `mtp`, without layers for
+    multi-token prediction."""
     exported = {key: value for key, value in hf.items() if key != "quantization_config"}
     exported["dtype" if "dtype" in hf else "torch_dtype"] = dtype
-    return exported | ({"num_nextn_predict_layers": 0} if "num_nextn_predict_layers" in hf else {})
+    return exported | ({"num_nextn_predict_layers": 0} if "num_nextn_predict_layers" in hf and not mtp else {})
 
 
 def _write_json(path: Path, content: dict) -> None:

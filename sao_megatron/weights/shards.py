@@ -140,11 +140,11 @@ def hf_shapes(parameter: Parameter, parts: int, geometry: Geometry) -> list[tupl
 
 
 def save_hf(shard_map: ShardMap, folder: Path, model_dir: Path, max_bytes: int = saving.MAX_BYTES,
-            beside: dict[str, dict] | None = None) -> None:
+            beside: dict[str, dict] | None = None, mtp: bool = False) -> None:
     """Write an HF checkpoint folder from all ranks (collective): each owner writes its own files, rank 0 the rest.
 
-    `beside`: more JSON files, by name. The folder appears by rename when complete; a crash leaves only
-    `<folder>.partial`. See weights/saving.py.
+    `beside`: more JSON files, by name; `mtp`: with the layers for multi-token prediction of `model_dir`. The folder
+    appears by rename when complete; a crash leaves only `<folder>.partial`. See weights/saving.py.
     """
     partial = saving.partial_of(folder)
     if dist.get_rank() == 0:
@@ -158,5 +158,5 @@ def save_hf(shard_map: ShardMap, folder: Path, model_dir: Path, max_bytes: int =
     dist.all_gather_object(parts, entries)
     if dist.get_rank() == 0:
         merged = {name: entry for part in parts for name, entry in part.items()}
-        saving.finish(folder, merged, model_dir, beside)
+        saving.finish(folder, merged, model_dir, beside, mtp)
     dist.barrier()

@@ -53,11 +53,15 @@ def main(folder: Path) -> None:
     found = {}
 
     def run(name: str, *arguments, **share) -> None:
-        found[name] = answer(*[str(folder / a) if not a.startswith("-") and i and arguments[i - 1] != "--dtype" else a
-                               for i, a in enumerate(arguments)], **share)
+        paths = [i and a[0] != "-" and arguments[i - 1] not in ("--dtype", "--mtp") for i, a in enumerate(arguments)]
+        found[name] = answer(*[str(folder / a) if is_path else a for a, is_path in zip(arguments, paths, strict=True)],
+                             **share)
     run("there", "hf-to-megatron", "single", "meg")
     run("back", "megatron-to-hf", "meg", "hf")
     run("equal", "verify", "single", "meg")
+    run("mtp", "megatron-to-hf", "meg", "hf-mtp", "--mtp", "keep", "--model", "mtp")
+    run("mtp equal", "verify", "mtp", "hf-mtp")
+    run("no mtp", "megatron-to-hf", "meg", "x", "--mtp", "keep")
     run("whole", "verify", "hf")
     run("fused", "hf-to-megatron", "fused", "meg-fused")
     run("fused equal", "verify", "meg", "meg-fused")

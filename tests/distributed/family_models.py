@@ -1,9 +1,12 @@
 """Tiny random HF models, one for each family and variant, and what they compute: run in a process without Megatron.
 
-    python family_models.py FOLDER    # FOLDER/NAME/ and FOLDER/NAME.npz (log-probs, gradients of the mean NLL)
+    python family_models.py FOLDER [NAME …]    # FOLDER/NAME/ and FOLDER/NAME.npz (log-probs, gradients of the mean NLL)
+
+and FOLDER/trajectories.pkl, which the log-probs are of.
 """
 from __future__ import annotations
 
+import pickle
 import sys
 from pathlib import Path
 
@@ -75,8 +78,9 @@ def saved_name(kind: str, name: str) -> str:
     return name
 
 
-def main(folder: Path) -> None:
-    for name in MODELS:
+def main(folder: Path, names: list[str]) -> None:
+    (folder / "trajectories.pkl").write_bytes(pickle.dumps(trajectories()))
+    for name in names or MODELS:
         model = make(name, folder)
         logprobs = [hf_logprobs(model, trajectory) for trajectory in trajectories()]
         torch.cat(logprobs).mean().neg().backward()
@@ -88,4 +92,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -18,6 +18,7 @@ from megatron.core import parallel_state as ps
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from sao_megatron import config as configs
 from sao_megatron.algorithm.objective import NegativeLogLikelihood
+from sao_megatron.learner import memory
 from sao_megatron.learner import model as models
 from sao_megatron.learner.passes import policy_pass, to_device
 from sao_megatron.trajectory.packing import micro_batches
@@ -69,6 +70,17 @@ def training(model) -> dict:
               if ".self_attention." in name and p.requires_grad}
     others = all(p.requires_grad for name, p in model.named_parameters() if ".self_attention." not in name)
     return dict(attention=sorted(inside), others=others)
+
+
+def counted(model, parallel, hf_config: dict, value_outputs: int = 0) -> dict:
+    """Parameters of this rank by kind, as they are and as learner/memory.py reckons them."""
+    found = dict(attention=0, indexer=0, rest=0, experts=0)
+    for name, parameter in model.named_parameters():
+        kinds = (("indexer", ".indexer."), ("attention", ".self_attention."), ("experts", ".experts."))
+        kind = next((kind for kind, part in kinds if part in name), "rest")
+        found[kind] += parameter.numel()
+    return dict(found=found, reckoned=vars(memory.parameters(
+        hf_config, parallel, ps.get_pipeline_model_parallel_rank(), value_outputs)))
 
 
 def only_one_rank(folder: Path, hf_config: dict, module, saved: dict[str, torch.Tensor]) -> dict:
@@ -140,7 +152,10 @@ def measure(folder: Path, name: str, parallel) -> dict:
     saved = load_file(folder / name / "model.safetensors")
     kept = same(saved, export(shards))
     alone = only_one_rank(folder / name, hf_config, module, saved) if dist.get_world_size() == 1 else {}
-    critic = training(critic_of(hf_config, parallel, module))
+    value_model = critic_of(hf_config, parallel, module)
+    critic = training(value_model)
+    counts = on_rank_zero({f"{dist.get_rank()} policy": counted(module, parallel, hf_config),
+                           f"{dist.get_rank()} critic": counted(value_model, parallel, hf_config, value_outputs=1)})
     logprobs, expected = train_pass(module, parallel), dict(np.load(folder / f"{name}.npz"))
     trained = [p for p in shards.parameters if p.tensor.requires_grad]
     shards.parameters = [Parameter(p.tensor.main_grad, p.rule, p.hf_names) for p in trained]
@@ -150,7 +165,7 @@ def measure(folder: Path, name: str, parallel) -> dict:
         errors[key] = float(np.linalg.norm(gradient.numpy() - want) / (np.linalg.norm(want) or 1.0))
     worst = max(errors, key=errors.get)
     return dict(
-        kept=kept, critic=critic, **alone, steps=two_steps(folder / name, parallel),
+        kept=kept, critic=critic, counts=counts, **alone, steps=two_steps(folder / name, parallel),
         logprob=max(float(np.abs(logprobs[i] - expected[f"logprobs/{i}"]).max()) for i in range(len(logprobs))),
         gradient=errors[worst], worst=worst, gradients=len(errors), trajectories=len(logprobs))
 

@@ -21,7 +21,7 @@ SMALL = ["algorithm.critic_only_steps=2", "evaluation.episodes=15", "alarms.mism
 def raised(recipe: str, start: dict | None, steps: int, lag: int = 0, overrides=(), plant=lambda run: None) -> tuple:
     """(the run, the alarms in the order in which they rang)."""
     settings = config.load(recipe, [*SMALL, f"steps={steps}", *overrides])
-    run, alarms, rung = FixedLag(settings, lag, start), Alarms(settings.alarms), []
+    run, alarms, rung = FixedLag(settings, lag, start), Alarms(settings.alarms, lag), []
     train = run.trainer.train_step
 
     def watched(trajectories, version, update_policy):

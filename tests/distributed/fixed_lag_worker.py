@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from sao_megatron import config
+from sao_megatron.run_folder import RunFolder
 
 
 def score(sampler, weights: dict, version: int, trajectory) -> np.ndarray:
@@ -44,7 +45,10 @@ def main(recipe: str, out: str) -> None:
                         for t in trajectories) for name, v in (("then", sampled), ("now", version))}
         rows.append(dict(version=version, sampled=sorted({int(v) for t in trajectories for v in t.action_versions}),
                          **{name: float(value) for name, value in of.items()}))
-    fresh = FixedLag(config.load(recipe, small), lag=0, start=lagging.start).run(evaluate_every=3)
+    recorded = FixedLag(config.load(recipe, small), lag=0, start=lagging.start,
+                        folder=RunFolder(Path(out).parent / "run"))
+    fresh = recorded.run(evaluate_every=3)
+    recorded.record.close()
     Path(out).write_text(json.dumps(dict(rows=rows, result=result, fresh=fresh)))
 
 

@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -51,9 +53,30 @@ def damaged(shards: ShardMap, folder: Path) -> list[str]:
     return parts
 
 
+def status(field: str) -> int:
+    """Bytes, of this process's memory."""
+    return int(re.search(field + r":\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+
+
+def memory(folder: Path) -> list[tuple[int, int, int]]:
+    """Of each rank: how much its memory grew while it loaded its part of a larger model, at most; the bytes of that
+    part; and those of the largest HF tensor."""
+    parallel, hf_config = ParallelSection(ranks=2, tp=2, ep=2), hf.read_config(folder / "large")
+    runtime.initialize(parallel, seed=0)
+    shards = ShardMap(models.build(hf_config, parallel, torch.float32), hf_config)
+    source = hf.SafetensorsFolder(folder / "large")
+    largest = max(math.prod(source.shape(name)) * 4 for name in source.names())
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    before = status("VmRSS")
+    shards.load(source)
+    parts: list = [None, None]
+    dist.all_gather_object(parts, (status("VmHWM") - before, sum(p.tensor.nbytes for p in shards.parameters), largest))
+    return parts
+
+
 def main(folder: Path) -> None:
     hf_config = hf.read_config(folder / "single")
-    read = {}
+    read = {"memory": memory(folder)}
     for name, sizes in LAYOUTS.items():
         parallel = ParallelSection(ranks=2, **sizes)
         runtime.initialize(parallel, seed=0)
@@ -68,6 +91,8 @@ def main(folder: Path) -> None:
         save_hf(shards, folder / f"saved-{name}", folder / "single", max_bytes=100_000)
         module.load_state_dict(dist_checkpointing.load(sharded(module), str(folder / "meg"))["policy"], strict=False)
         save_hf(shards, folder / f"converted-{name}", folder / "single")
+        if name == "pp2":
+            save_hf(shards, folder / "saved-mtp", folder / "mtp", mtp=True)
         if name == "tp2ep2":
             (folder / "step-00000007").mkdir(exist_ok=True)
             dist_checkpointing.save(sharded(module), str(folder / "step-00000007"))

@@ -32,8 +32,13 @@ def gather_export(shards: ShardMap) -> dict[str, np.ndarray]:
 
 
 def policy_gradients(hf_config, source, parallel, data, token_budget: int):
-    """Exported gradients of the policy loss (plain DDP, so that every rank holds whole reduced gradients)."""
+    """Exported gradients of the policy loss (plain DDP, so that every rank holds whole reduced gradients).
+
+    Then the number of micro-batches, how often each of this rank's layers was computed, and whether TP ranks agree.
+    """
     module = models.build(hf_config, parallel, torch.float32)
+    passes = []
+    module.decoder.layers[0].register_forward_hook(lambda *_: passes.append(1))
     shards = ShardMap(module, hf_config)
     shards.load(source)
     ddp = DistributedDataParallel(module.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), module)
@@ -53,7 +58,7 @@ def policy_gradients(hf_config, source, parallel, data, token_budget: int):
     group = ps.get_tensor_model_parallel_group()
     all_masks: list = [None] * group.size()
     dist.all_gather_object(all_masks, masks, group=group)
-    return gather_export(shards), len(batches), all(m == masks for m in all_masks)
+    return gather_export(shards), len(batches), len(passes), all(m == masks for m in all_masks)
 
 
 def main(folder: Path, layouts: list[dict]) -> None:
@@ -69,7 +74,7 @@ def main(folder: Path, layouts: list[dict]) -> None:
         parallel = configs.ParallelSection(ranks=int(os.environ["WORLD_SIZE"]), **spec)
         runtime.initialize(parallel, seed=0)
         source = hf.SafetensorsFolder(model_dir)
-        gradients, count, same_mask = policy_gradients(hf_config, source, parallel, data, budget)
+        gradients, count, passes, same_mask = policy_gradients(hf_config, source, parallel, data, budget)
         prefix = data_name + "/"
         expected = {k.removeprefix(prefix): v for k, v in reference.items() if k.startswith(prefix)}
         config = configs.parse(dict(
@@ -84,7 +89,7 @@ def main(folder: Path, layouts: list[dict]) -> None:
         metrics = [learner.train_step(data["trajectories"], version=1).metrics for _ in range(3)]
         weights = gather_export(learner.policy_shards)
         results[name] = dict(
-            micro_batches=count, same_mask=same_mask, names_match=sorted(gradients) == sorted(expected),
+            micro_batches=count, passes=passes, same_mask=same_mask, names_match=sorted(gradients) == sorted(expected),
             gradient={k: float(np.linalg.norm(gradients[k] - v) / (np.linalg.norm(v) or 1.0))
                       for k, v in expected.items() if k in gradients},
             logprob=max(float(np.abs(a - b).max()) for a, b in zip(scores, data["logprobs"], strict=True)),

@@ -12,14 +12,15 @@ from sao_megatron.trajectory.types import Status, Trajectory, TrajectoryBuilder
 EPS_LOW, EPS_HIGH = 0.3, 5.0
 
 
-def make_model(folder: Path, tied: bool = False, layers: int = 2, seed: int = 0):
-    """A tiny random Qwen3-MoE saved as an HF folder; returns it in float64 with the same weights."""
+def make_model(folder: Path, tied: bool = False, layers: int = 2, seed: int = 0, **sizes):
+    """A tiny random Qwen3-MoE saved as an HF folder; returns it in float64 with the same weights. `sizes`: fields of
+    its config."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
     torch.manual_seed(seed)
-    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**dict(
         vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2,
-        norm_topk_prob=True, tie_word_embeddings=tied, initializer_range=0.05, max_position_embeddings=512))
+        norm_topk_prob=True, tie_word_embeddings=tied, initializer_range=0.05, max_position_embeddings=512) | sizes))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
@@ -30,12 +31,16 @@ def make_model(folder: Path, tied: bool = False, layers: int = 2, seed: int = 0)
 
 
 def make_trajectories(count: int, seed: int = 0, vocab_size: int = 64) -> list[Trajectory]:
-    """Random multi-turn trajectories of very different lengths; some end with an observation, some are truncated."""
-    rng, version_rng = np.random.default_rng(seed), np.random.default_rng([seed, 1])
+    """Random multi-turn trajectories of very different lengths; some end with an observation, some are truncated, and
+    in some every second turn has a rewritten context: they are several segments."""
+    rng, version_rng, context_rng = (np.random.default_rng(s) for s in (seed, [seed, 1], [seed, 2]))
     result = []
     for index in range(count):
         builder = TrajectoryBuilder(rng.integers(0, vocab_size, rng.integers(1, 6)).tolist(), f"p{index}", "random")
-        for _ in range(rng.integers(1, 5)):
+        for turn in range(rng.integers(1, 5)):
+            if index % 4 == 2 and turn % 2:
+                context = context_rng.integers(0, vocab_size, context_rng.integers(1, 9))
+                builder.add_segment(TrajectoryBuilder(context.tolist(), "", ""))
             length = int(rng.integers(1, 9))
             versions = version_rng.integers(0, 2, length).tolist()
             builder.add_action(rng.integers(0, vocab_size, length).tolist(), [-4.0] * length, versions)
@@ -57,11 +62,14 @@ def make_lone_trajectory() -> list[Trajectory]:
 
 
 def hf_logprobs(model, trajectory: Trajectory) -> torch.Tensor:
-    """log π of the action tokens, by a full log-softmax, with gradient."""
-    tokens = torch.from_numpy(trajectory.tokens.astype(np.int64))
-    logits = model(input_ids=tokens[None]).logits[0]
-    at = torch.from_numpy(np.flatnonzero(trajectory.action_mask))
-    return torch.log_softmax(logits[at - 1], -1).gather(1, tokens[at, None])[:, 0]
+    """log π of the action tokens, by a full log-softmax, with gradient; each segment by itself."""
+    starts, parts = trajectory.segments[1:], []
+    for ids, mask in zip(np.split(trajectory.tokens, starts), np.split(trajectory.action_mask, starts), strict=True):
+        tokens = torch.from_numpy(ids.astype(np.int64))
+        logits = model(input_ids=tokens[None]).logits[0]
+        at = torch.from_numpy(np.flatnonzero(mask))
+        parts.append(torch.log_softmax(logits[at - 1], -1).gather(1, tokens[at, None])[:, 0])
+    return torch.cat(parts)
 
 
 def set_rollout_logprobs(model, trajectories: list[Trajectory], seed: int = 1) -> None:

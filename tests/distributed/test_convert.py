@@ -18,6 +18,8 @@ ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 LAYOUTS = ("tp2", "ep2", "tp2ep2", "tp2etp2", "pp2")  # of folder_worker.py
 BLOCK = 32
+MTP = {"model.layers.2.eh_proj.weight": torch.randn(64, 128), "model.layers.2.enorm.weight": torch.randn(64)}
+"""Multi-token prediction: a layer after the two that are trained."""
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -76,6 +78,7 @@ def made(tmp_path_factory):
     """The folder of everything, the original tensors, and what float8 ones stand for."""
     folder = tmp_path_factory.mktemp("convert")
     make_model(folder / "single")
+    make_model(folder / "large", hidden_size=512, moe_intermediate_size=512, vocab_size=4096, num_experts=24)
     original = tensors_of(folder / "single")
     write(folder / "fused", folder / "single", fuse(original))
     stored, meant = quantise(original)
@@ -88,6 +91,7 @@ def made(tmp_path_factory):
     altered["model.extra"] = torch.ones(1)
     save_file(altered, folder / "altered" / "model.safetensors")
     (folder / "empty").mkdir()
+    write(folder / "mtp", folder / "single", original | MTP)
     write(folder / "mixtral-fused", folder / "single", fuse(original))
     old = {".mlp.": ".block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
     write(folder / "mixtral", folder / "single", {renamed(name, old): t for name, t in original.items()})
@@ -125,12 +129,18 @@ def test_progress_has_an_eta(answers):
 
 
 @pytest.mark.parametrize("name", ["equal", "whole", "fused equal", "rounded equal", "two equal", "killed equal",
-                                  "mixtral equal"])
+                                  "mixtral equal", "mtp equal"])
 def test_verify_finds_no_difference(answers, name):
     """If one fails: verify cries wolf (Mixtral's two spellings), or that way of converting (fused experts, rounding,
-    several processes, a conversion that was killed) gives other weights."""
+    several processes, a conversion that was killed, multi-token prediction kept) gives other weights."""
     assert answers[name]["code"] == 0, answers[name]
     assert " 0 differ" in answers[name]["out"] or " 0 damaged" in answers[name]["out"]
+
+
+@pytest.mark.parametrize("name", ["hf-mtp", "saved-mtp"])
+def test_multi_token_prediction_is_kept_on_request(made, layouts, name):
+    """If one fails, an export (of the converter, of a run) with `mtp=keep` has lost those layers, or changed them."""
+    assert same(tensors_of(made[0] / name), made[1] | MTP)
 
 
 def test_float8_is_multiplied_out(made, answers):
@@ -169,6 +179,7 @@ def test_verify_says_what_differs(answers, name):
     ("exists", 2, ["meg exists"]), ("nothing", 2, ["nowhere has no config.json"]),
     ("no checkpoint", 2, ["empty has neither config.json nor state.json"]),
     ("no tensors", 2, ["single is no checkpoint of the learner"]),
+    ("no mtp", 2, ["meg has no layers for multi-token prediction"]),
     ("damaged", 2, ["meg-killed: the tensors model.", "damaged"]),
     ("flipped there", 2, ["model-00002-00000.safetensors: the data of tensor", "are damaged"])])
 def test_faults_are_one_sentence(answers, name, code, parts):
@@ -189,6 +200,12 @@ def test_every_layout_reads_its_part_and_saves_the_whole(made, layouts, name):
     folder, original, _ = made
     assert same(tensors_of(folder / f"saved-{name}"), original)
     assert all(read == own for read, own in layouts[name])
+
+
+def test_loading_takes_the_memory_of_the_shard_and_one_tensor(layouts):
+    """If this fails, a rank of a 744B model needs the host memory of more than its own part of it."""
+    for grown, own, largest in layouts["memory"]:
+        assert own > 2**26 and 0.8 * own < grown <= 1.2 * own + largest + 2**24  # files are closed after 16 MiB of them
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

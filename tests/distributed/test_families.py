@@ -71,6 +71,15 @@ def test_critic_freezes_its_attention_only(results, case):
     assert results[case]["critic"] == dict(attention=[], others=True)
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_the_memory_estimate_counts_the_parameters(results, case):
+    """If this fails, `submit` lets a job queue that runs out of memory, or refuses one that fits."""
+    counts = results[case]["counts"]
+    assert len(counts) == (2 if case.startswith("tp1") else 4)
+    for rank, count in counts.items():
+        assert count["reckoned"] == count["found"], rank
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_a_fused_input_norm_keeps_training(results, name):
     """If this fails, a GPU's critic trains other parameters than a CPU's, where norms are modules of their own."""

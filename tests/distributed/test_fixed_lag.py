@@ -7,7 +7,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+from sao_megatron.telemetry.inspect import data
+
 ROOT = Path(__file__).parents[2]
+
+
+def assert_inspectable(run_dir: Path) -> None:
+    """If this fails, `--run` leaves a folder that `sao-megatron inspect` and TensorBoard cannot show."""
+    run = data.load(run_dir, (0, 99))
+    assert [row.metrics["policy_updated"] for row in run.steps] == [False] * 2 + [True] * 6
+    assert {"reward/mean", "experts/busiest", "lag/mean"} <= run.steps[-1].metrics.keys()
+    assert len(run.starts) == 8 * 8 and {"higher", "lower"} <= set(run.codes("token")[1])
+    assert run.column("lag")[run.sampled].max() == 0 and list((run_dir / "tensorboard").glob("events*"))
 
 
 def test_samples_are_exactly_as_old_as_the_lag(tmp_path):
@@ -27,4 +38,5 @@ def test_samples_are_exactly_as_old_as_the_lag(tmp_path):
     result, fresh = got["result"], got["fresh"]
     assert [version for version, *_ in result["evaluations"]] == [0, 3, 6]
     assert max(fresh["log_ratio_abs"]) < 1e-5 < min(result["log_ratio_abs"][1:]), "without a lag every ratio is 1"
+    assert_inspectable(tmp_path / "run")
     assert len(result["solved"]) == len(result["ess"]) == 6 and result["failed"] is None

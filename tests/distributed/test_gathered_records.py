@@ -9,11 +9,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
+import torch
 from reference import hf_logprobs, make_model, make_trajectories, set_rollout_logprobs
 
 from sao_megatron.telemetry.records import SCHEMA
 
 VERSION = 2  # the worker's
+FINEST = 10**-0.7  # loads below share a bin
 LAYOUTS = {"tp2 ep2": dict(tp=2, ep=2), "cp2 ep2": dict(cp=2, ep=2), "dp2 ep2": dict(ep=2), "pp2": dict(pp=2)}
 
 
@@ -61,6 +63,45 @@ def test_metrics_recomputed_from_the_records(run, layout):
     assert 0 < expected["mask/dropped_low"] and 0 < expected["mask/dropped_high"] and 0 < expected["mask/recovered"]
     for name, number in expected.items():
         assert got[name] == pytest.approx(number, rel=1e-5, abs=1e-6), name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_expert_load_is_that_of_transformers(run, layout):
+    """If this fails, slices, chunks, stages or padding change how busy an expert is said to be, or a token has another
+    token's experts."""
+    folder, trajectories, model, results = run
+    k, chosen = model.config.num_experts_per_tok, []
+    for t in trajectories:
+        with torch.no_grad():
+            logits = model(input_ids=torch.from_numpy(t.tokens.astype(np.int64))[None], output_router_logits=True)
+        chosen.append(np.stack([layer.topk(k).indices.numpy() for layer in logits.router_logits], 1))  # [T, layers, k]
+    counts = [np.bincount(layer.ravel(), minlength=model.config.num_experts)
+              for layer in np.concatenate(chosen).swapaxes(0, 1)]
+    load = np.stack([count / count.mean() for count in counts])
+    token = actions(folder, layout)
+    for t, mine in zip(trajectories, chosen, strict=True):
+        before = mine[np.flatnonzero(t.action_mask) - 1]
+        expected = np.mean([load[layer][before[:, layer]].mean(-1) for layer in range(len(load))], 0)
+        np.testing.assert_allclose(token["expert_load"][token["trajectory"] == t.id].astype(float), expected, rtol=1e-5)
+    assert results["metrics"][layout]["experts/busiest"] == pytest.approx(load.max(), rel=1e-6)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_deciles_of_expert_load_recomputed_from_the_records(run, layout):
+    """If this fails, "the tokens with the busiest experts" are others on this layout."""
+    folder, _, _, results = run
+    token, got = actions(folder, layout), results["metrics"][layout]
+    load = np.clip(token["expert_load"].astype(float), FINEST, None)
+    fine = np.floor(np.log10(load / FINEST) * 200)  # 200 bins a factor of 10
+    below = np.array([(np.sum(fine < bin) + np.sum(fine == bin) / 2) / len(fine) for bin in fine])
+    decile = np.minimum((10 * below).astype(int), 9)
+    for number in set(decile):
+        mine, bucket = decile == number, f"{10 * number}-{10 * (number + 1)}%"
+        low, high = (np.mean(token["fate"][mine] == fate) for fate in ("dropped_low", "dropped_high"))
+        assert got[f"by_expert_load/tokens {bucket}"] == pytest.approx(mine.mean())
+        assert got[f"by_expert_load/dropped_low {bucket}"] == pytest.approx(low)
+        assert got[f"by_expert_load/dropped_high {bucket}"] == pytest.approx(high)
+    assert len(set(decile)) >= 8, "else nothing was told apart"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

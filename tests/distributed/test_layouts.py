@@ -39,6 +39,8 @@ LAYOUTS = {
         dict(name="tp2 ep2, lone", tp=2, ep=2, budget=20, data="lone"),
         dict(name="pp2, dropped", pp=2, budget=20, data="dropped"),
         dict(name="tp2 ep2, hl_gauss", tp=2, ep=2, budget=60, critic=HL_GAUSS),
+        dict(name="tp2 ep2, recompute", tp=2, ep=2, budget=70, recompute="full"),
+        dict(name="pp2 tied, recompute", pp=2, budget=60, data="tied", recompute="full"),
         dict(name="cp2, clipped", cp=2, budget=100, critic=CLIPPED)],
     4: [dict(name="tp2 ep2 etp2", tp=2, ep=2, etp=2, budget=90), dict(name="pp2 ep2", pp=2, ep=2, budget=75),
         dict(name="cp2 tp2 ep2", cp=2, tp=2, ep=2, budget=80),
@@ -148,6 +150,13 @@ def test_nothing_kept_moves_nothing(results):
 def test_equal_returns_have_nothing_to_explain(results):
     """If this fails, the explained variance of a batch with one outcome is a huge number made of rounding."""
     assert all(step["critic/explained_variance"] == 0.0 for step in results["one, lone"]["metrics"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_layers_are_computed_again_only_where_asked(results, name):
+    """If this fails, `parallel.recompute` saves no memory, or every layout pays for it."""
+    again = 2 if "recompute" in name else 1
+    assert results[name]["passes"] == again * results[name]["micro_batches"]
 
 
 def test_packing_differs_between_layouts(results):

@@ -68,7 +68,8 @@ def _recorded(t: Trajectory, rng: np.random.Generator, step: int, steps: int, in
     return Recorded(t, "worst" if index % 8 == 7 else "sample", {
         "policy_logprob": t.rollout_logprobs[t.action_mask] + log_ratio, "log_ratio": log_ratio, "fate": FATES[fate],
         "weight": np.exp(log_ratio) * (fate == 0), "advantage": returns - value, "value": value, "return": returns,
-        "entropy": rng.exponential(0.5, n).astype(np.float32)})
+        "entropy": rng.exponential(0.5, n).astype(np.float32),
+        "expert_load": rng.gamma(20, 0.05, n).astype(np.float32)})
 
 
 def _metrics(recorded: list[Recorded], step: int) -> dict[str, float]:

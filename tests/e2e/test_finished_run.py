@@ -12,12 +12,15 @@ from real_run import BATCH, CRITIC_ONLY, EVALUATED, FINISHED, RECIPE, STEPS, que
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from sao_megatron import config as run_config
+from sao_megatron.telemetry import metrics
 from sao_megatron.trajectory.store import StepRow, Store
 
 TOTAL = STEPS + CRITIC_ONLY
 EVERY_STEP = ["reward/mean", "reward/solve_rate", "lag/mean", "critic/explained_variance", "critic/grad_norm",
-              "learner/tokens_per_second", "engine/tokens_per_second", "seconds/publish", "queue/ready"]
-EVERY_UPDATE = ["mask/dropped", "mask/dropped_low", "mask/dropped_high", "policy/grad_norm"]
+              "learner/tokens_per_second", "engine/tokens_per_second", "seconds/publish", "queue/ready",
+              "learner/flops_per_second", "engine/flops_per_second", "machine/cores", "pacing/max_lag",
+              "sglang/running 0", "sglang/cache_used 0"]
+EVERY_UPDATE = ["mask/dropped", "mask/dropped_low", "mask/dropped_high", "policy/grad_norm", "experts/busiest"]
 
 
 @pytest.fixture(scope="session")
@@ -82,6 +85,25 @@ def test_scalar_in_tensorboard(events, steps, tag):
     shown = {point.step: point.value for point in events.Scalars(tag)}
     assert list(recorded) == list(range(0 if tag in EVERY_STEP else CRITIC_ONLY, TOTAL))
     assert shown == pytest.approx(recorded, rel=1e-6)
+
+
+# If this fails, a run writes a metric that docs/metrics.md does not explain.
+def test_every_metric_is_documented(steps):
+    written = {name for row in steps for name in row.metrics}
+    assert {name for name in written if not metrics.known(name)} == set()
+    assert written.isdisjoint({"learner/mfu", "engine/mfu"}), "a CPU has no peak"
+
+
+# If this fails, pictures that docs/metrics.md names are missing.
+def test_images_in_tensorboard(events):
+    assert set(events.Tags()["images"]) == {"heat/lag", "heat/position", "heat/turn", "heat/seconds"}
+
+
+# If this fails, whoever reads metrics.jsonl sees another run.
+def test_json_lines(finished, steps):
+    lines = [json.loads(line) for line in (finished.folder.path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(TOTAL))
+    assert all(line.items() >= row.metrics.items() for line, row in zip(lines, steps, strict=True))
 
 
 # If this fails, the histograms lose or invent tokens.

@@ -18,8 +18,8 @@ pytestmark = pytest.mark.skipif(EXECUTABLE is None, reason=f"none of {', '.join(
 STEPS, PER_STEP = 100, 50
 NUMBERS = {"advantage": "advantage", "value": "value", "return": "return", "reward": "reward", "weight": "weight",
            "ratio r": "ratio", "log ratio": "log_ratio", "log p policy": "policy_logprob", "entropy, nats": "entropy",
-           "log p rollout": "rollout_logprob", "token id": "token_id", "version": "version", "lag": "lag",
-           "position": "position"}
+           "expert load": "expert_load", "log p rollout": "rollout_logprob", "token id": "token_id",
+           "version": "version", "lag": "lag", "position": "position"}
 """What a token's panel calls the columns of the records."""
 
 

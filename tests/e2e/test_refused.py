@@ -30,7 +30,7 @@ REFUSED = {
     "unknown preset": ("algorithm.preset=soa", "unknown preset 'soa'; known: sao"),
     "architecture": ("model.fresh.architectures=[FooForCausalLM]",
                      "config.json: architecture 'FooForCausalLM' is not supported; known: Qwen2ForCausalLM"),
-    "multi-token prediction": ("model.mtp=keep", "model.mtp=keep is not supported"),
+    "multi-token prediction": ("model.mtp=keep", "model.mtp=keep: model.fresh has no layers"),
     "config.json field": ("model.fresh.sliding_windows=128", "sliding_windows"),
     "config.json value": ("model.fresh.attention_bias=true", "attention_bias"),
     "foreign address": ("engine.host=192.0.2.1", "engine.host=192.0.2.1: 0 ports can be used, 1 are needed"),

@@ -1,7 +1,12 @@
 """Checkpoint folders as files, what a run may change when it goes on, and who may run it."""
 import json
+import os
+import shutil
+from pathlib import Path
 
+import numpy as np
 import pytest
+from test_saving import count_calls
 
 from sao_megatron import config as run_config
 from sao_megatron import launcher
@@ -9,6 +14,7 @@ from sao_megatron.checkpoints import CheckpointFolder, check_same_run, keeps_opt
 from sao_megatron.errors import RunError, UserError
 from sao_megatron.run_folder import RunFolder
 from sao_megatron.trajectory.store import Store
+from sao_megatron.trajectory.types import TrajectoryBuilder
 
 MOE = {"num_experts": 8}
 
@@ -52,6 +58,57 @@ def test_a_step_is_saved_again(folder):
     for generation in (0, 1):
         save(folder, 10, generation)
     assert (folder.latest().path / "__0_0.distcp").read_text() == "weights of 10, generation 1"
+
+
+# If this fails, kill -9 at some point of a save leaves a checkpoint that is torn, or one that the store does not fit:
+# trajectories would be lost, or trained twice in weights that survive.
+def test_killed_at_every_point_of_a_save(tmp_path):
+    def save_fourth(run: Path) -> None:
+        save(CheckpointFolder(run / "checkpoints"), 4)
+
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    with Store(begun / "store.db") as store:
+        store.append_all([(demonstration(seq), seq) for seq in range(5)])
+        for step in range(4):
+            train(store, step)
+    save(CheckpointFolder(begun / "checkpoints"), 2)
+    (begun / "checkpoints" / "step-00000001").mkdir()  # to be removed, as `keep` is 2
+    shutil.copytree(begun, tmp_path / "counted")
+    total, latest = count_calls(lambda: save_fourth(tmp_path / "counted")), []
+    for call in np.linspace(1, total, 30).astype(int):
+        run = shutil.copytree(begun, tmp_path / f"killed-{len(latest)}")
+        if (child := os.fork()) == 0:
+            count_calls(lambda: save_fourth(run), call)  # noqa: B023
+            os._exit(0)
+        os.waitpid(child, 0)
+        folder = CheckpointFolder(run / "checkpoints")
+        folder.clean()
+        latest.append(folder.latest().step)
+        assert folder.latest().state()["step"] == latest[-1]
+        assert (folder.latest().path / "__0_0.distcp").read_text() == f"weights of {latest[-1]}, generation 0"
+        assert [child.name for child in folder.path.iterdir() if "." in child.name] == []
+        with Store(run / "store.db") as store:
+            store.rewind(latest[-1])
+            assert [row.step for row in store.steps()] == list(range(latest[-1]))
+            for step in range(latest[-1], 5):  # each on the trajectory that it had, or would have had
+                train(store, step)
+    assert set(latest) == {2, 4} and latest == sorted(latest)
+
+
+def demonstration(seq: int):
+    builder = TrajectoryBuilder([1], "prompt", "task")
+    builder.add_action([6, 2], [-1.0, -0.1], [0, 0])
+    trajectory = builder.build()
+    trajectory.id = f"t{seq}"
+    return trajectory
+
+
+def train(store: Store, step: int) -> None:
+    """Learner step `step`, on trajectory number `step`."""
+    (leased,) = store.lease(1, "learner", version=step, step=step)
+    assert leased.id == f"t{step}"
+    store.mark_trained(step, step + 1, [leased.id], {}, "learner")
 
 
 # If this fails, a damaged or a foreign checkpoint gives a traceback.

@@ -37,8 +37,8 @@ def test_help_imports_nothing_heavy():
 
 
 # If one fails, a verb's help does not show how it is called.
-@pytest.mark.parametrize("verb", ["train", "engine", "controller", "learner", "presets", "summary", "pretrain-value",
-                                  "inspect"])
+@pytest.mark.parametrize("verb", ["train", "engine", "sandbox", "controller", "learner", "presets", "summary",
+                                  "pretrain-value", "inspect", "submit", "status"])
 def test_every_verb_has_an_example(verb, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main([verb, "--help"])
@@ -56,7 +56,7 @@ def test_exit_code_of_the_process(tmp_path):
 
 
 # If one fails, a verb that is given the wrong folder ends in a traceback.
-@pytest.mark.parametrize("verb", [["engine", "--index", "0"], ["controller"], ["summary"]])
+@pytest.mark.parametrize("verb", [["engine", "--index", "0"], ["sandbox", "--index", "0"], ["controller"], ["summary"]])
 def test_folder_that_is_no_run(verb, tmp_path, capsys):
     assert "is not the folder of a run" in refused(capsys, *verb, tmp_path)
 

@@ -82,6 +82,15 @@ def test_overrides(recipe):
     assert config.name == "other"
 
 
+# If this fails, a time limit is read as a number of seconds, and Slurm takes it for minutes.
+def test_times_are_texts(recipe):
+    assert run_config.load(recipe, ["cluster.time=10:00:00"]).cluster.time == "10:00:00"
+    assert run_config.load(recipe, ["cluster.time=90"]).cluster.time == "90"
+    assert run_config.load(recipe, ["cluster.account=08"]).cluster.account == "08"
+    recipe.write_text(yaml.safe_dump(RECIPE) + "cluster: {time: 2:30:00}\n")
+    assert run_config.load(recipe).cluster.time == "2:30:00"
+
+
 # If one fails, a mistyped override is taken for something else.
 @pytest.mark.parametrize(("override", "part"), [
     ("steps", "'steps' is not of the form key.subkey=value"),

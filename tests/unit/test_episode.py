@@ -16,7 +16,7 @@ from sao_megatron.rollout.evaluate import EvaluationSet, evaluate
 from sao_megatron.rollout.pool import EnginePool
 from sao_megatron.rollout.tasks.base import Prompt, Step
 from sao_megatron.rollout.tasks.guess_number import EOT, HIGHER, LOWER, WIN, GuessNumber
-from sao_megatron.trajectory.store import Store, within
+from sao_megatron.trajectory.store import MAX_LAG, Store, within
 from sao_megatron.trajectory.types import Status
 
 SETTINGS = EpisodeSettings(temperature=1.0, max_new_tokens=8, max_tokens=64, environment_retries=2, request_timeout=0.2)
@@ -285,15 +285,19 @@ def test_groups_with_failed_or_lost_members_never_stall(tmp_path):
     assert {size for size, in sizes} == {3}
 
 
-def test_controller_stays_within_the_admitted_number(tmp_path):
-    """Fails if the controller starts more than pacing admits while the learner does nothing, or ignores `stop`."""
+@pytest.mark.parametrize(("lowered", "admitted"), [(None, 12), (0, 6), (5, 12)])
+def test_controller_stays_within_the_admitted_number(tmp_path, lowered, admitted):
+    """Fails if the controller starts more than pacing admits while the learner does nothing, or ignores `stop`; or if
+    alarms.on_alarm=slow does not lower the lag, or raises it above the recipe's."""
     async def run(store):
         store.set_published(0, 0)
+        if lowered is not None:
+            store.set_state(MAX_LAG, lowered)
         plain, engine = config(evaluation={}), FakeEngine(binary_search)
         controller = asyncio.create_task(run_controller(plain, GuessNumber(), store, [engine]))
-        await until_ready(store, 12)
+        await until_ready(store, admitted)
         await asyncio.sleep(0.2)
-        assert store.counts()["ready"] == 12
+        assert store.counts()["ready"] == admitted
         store.set_state("stop", True)
         await asyncio.wait_for(controller, 10)
     with Store(tmp_path / "store.db") as store:

@@ -10,17 +10,20 @@ PACKAGE = ROOT / "sao_megatron"
 # Lower may not import higher, and those of one level may not import each other.
 LEVELS = [
     {"cli"},
+    {"submission"},
     {"roles", "launcher", "pretraining", "conversion"},
     {"watch"},
+    {"engine_watch", "hang"},
+    {"placement"},
     {"supervisor"},
     {"rollout", "learner"},
     {"weights", "telemetry"},
-    {"engine"},
+    {"engine", "sandbox"},
     {"trajectory"},
     {"algorithm"},
     {"run_folder"},
     {"checkpoints"},
-    {"config", "device", "child"},
+    {"config", "device", "child", "blame", "heartbeat"},
     {"errors"},
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
@@ -101,6 +104,7 @@ def reached_from(start: str) -> dict[str, str]:
 @pytest.mark.parametrize(("side", "forbidden"), [
     ("sao_megatron.rollout", ("megatron", "sao_megatron.learner", "sao_megatron.weights")),
     ("sao_megatron.engine", ("megatron", "sao_megatron.learner", "sao_megatron.rollout")),
+    ("sao_megatron.sandbox", ("torch", "megatron", "sao_megatron.rollout", "sao_megatron.trajectory")),
     ("sao_megatron.trajectory", ("megatron", "sglang", "sao_megatron.learner", "sao_megatron.rollout")),
     ("sao_megatron.learner", ("sglang", "sao_megatron.rollout")),
     ("sao_megatron.algorithm", ("megatron", "sglang", "sao_megatron.config", "sao_megatron.trajectory")),

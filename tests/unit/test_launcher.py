@@ -13,12 +13,14 @@ import pytest
 
 from sao_megatron import config as run_config
 from sao_megatron import launcher
+from sao_megatron.blame import last_words
 from sao_megatron.engine.process import engine_command, free_port
 from sao_megatron.errors import RunError, UserError
-from sao_megatron.supervisor import ProcessSpec, Supervisor, last_words
+from sao_megatron.placement.plan import OneMachine, Plan
+from sao_megatron.supervisor import ProcessSpec, Supervisor
 from sao_megatron.telemetry.progress import Progress
 from sao_megatron.trajectory.store import Store
-from sao_megatron.watch import Plan, Watch
+from sao_megatron.watch import Watch
 
 DEADLINE = 30.0
 
@@ -190,7 +192,7 @@ def watch(config, tmp_path: Path, learner: str, controller: str, engine: str = S
     plan = Plan([python("engine-0", engine)], python("controller", controller, path),
                 [python("learner-0", learner, path)], ["http://127.0.0.1:9"])
     with Store(path) as store, Supervisor(tmp_path / "logs") as supervisor:
-        watching = Watch(config, plan, store, supervisor, Progress(2))
+        watching = Watch(config, OneMachine(plan, tmp_path / "logs"), store, supervisor, Progress(2))
         watching.start()
         watching.until_done()
 
@@ -255,7 +257,7 @@ def test_watch_starts_an_engine_again(config, tmp_path, restarts, ends, capsys):
     plan = Plan([python("engine-0", MORTAL, lives, port, 3)], python("controller", FOLLOW, store_path),
                          [python("learner-0", OUTLIVE, store_path, lives, 3)], [f"http://127.0.0.1:{port}"])
     with Store(store_path) as store, Supervisor(tmp_path / "logs") as supervisor:
-        watched = Watch(config, plan, store, supervisor, Progress(2))
+        watched = Watch(config, OneMachine(plan, tmp_path / "logs"), store, supervisor, Progress(2))
         watched.start()
         if ends:
             watched.until_done()

@@ -15,7 +15,22 @@ def trajectory(prompt: int, actions: int):
     return builder.build()
 
 
-batches = st.lists(st.builds(trajectory, st.integers(1, 4), st.integers(1, 20)), max_size=14)
+def segmented(segments):
+    """A trajectory of several (prompt, actions) segments; tokens count up, so that each says where it is from."""
+    builder, first = None, 1
+    for prompt, actions in segments:
+        part = TrajectoryBuilder(list(range(first, first + prompt)), "p", "t")
+        part.add_action(list(range(first + prompt, first + prompt + actions)), [-0.5] * actions, [0] * actions)
+        first += prompt + actions
+        builder = builder or part
+        if builder is not part:
+            builder.add_segment(part)
+    return builder.build()
+
+
+plain = st.builds(trajectory, st.integers(1, 4), st.integers(1, 20))
+rewritten = st.builds(segmented, st.lists(st.tuples(st.integers(1, 4), st.integers(1, 8)), min_size=2, max_size=3))
+batches = st.lists(plain | rewritten, max_size=14)
 cases = given(batch=batches, dp_size=st.integers(1, 5), budget=st.integers(1, 40), multiple=st.sampled_from([1, 2, 8]),
               equal=st.booleans())
 
@@ -130,13 +145,19 @@ def test_property_context_ranks_carry_equal_loads(batch, cp_size):
 @quick
 @given(batches, st.sampled_from([1, 4, 8]))
 def test_property_padding_moves_no_token(batch, multiple):
-    """Fails if padding changes a token, or an action is predicted from another token than the one before it."""
+    """Fails if padding changes a token, an action is predicted from another token than the one before it, or a segment
+    is not a sequence of its own: it would attend to what its engine never saw."""
     for micro in micro_batches(batch, 1, 0, 40, multiple, sequence_multiple=multiple):
-        actions = iter(range(len(micro.targets)))
-        for start, trajectory, last in zip(micro.cu_seqlens, micro.trajectories, micro.last, strict=False):
-            assert (micro.tokens[start:start + len(trajectory)] == trajectory.tokens).all()
-            assert last == start + len(trajectory) - 1
-            for position in np.flatnonzero(trajectory.action_mask):
-                action = next(actions)
-                assert micro.predict[action] == start + position - 1
-                assert micro.targets[action] == trajectory.tokens[position]
+        actions, sequence = iter(range(len(micro.targets))), 0
+        for trajectory, last in zip(micro.trajectories, micro.last, strict=True):
+            for tokens, mask in zip(np.split(trajectory.tokens, trajectory.segments[1:]),
+                                    np.split(trajectory.action_mask, trajectory.segments[1:]), strict=True):
+                start, sequence = micro.cu_seqlens[sequence], sequence + 1
+                assert (micro.tokens[start:start + len(tokens)] == tokens).all()
+                assert (micro.positions[start:start + len(tokens)] == np.arange(len(tokens))).all()
+                for position in np.flatnonzero(mask):
+                    action = next(actions)
+                    assert micro.predict[action] == start + position - 1
+                    assert micro.targets[action] == tokens[position]
+            assert last == start + len(tokens) - 1
+        assert next(actions, None) is None

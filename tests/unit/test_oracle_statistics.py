@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sao_megatron.algorithm.dis import Fate
+from sao_megatron.telemetry.buckets import DECILES
 from sao_megatron.telemetry.statistics import ADVANTAGE_EDGES, LOG_RATIO_EDGES, Statistics, Tokens
 
 quick = settings(max_examples=60, deadline=None)
@@ -26,7 +27,8 @@ def tokens(seed: int, n: int, recover: bool) -> Tokens:
         log_ratio=log_ratio, rollout_logprob=-rng.exponential(1.0, n).astype(np.float32),
         weight=weight.astype(np.float32), fate=fate, advantage=advantage,
         entropy=(rng.random(n) * rng.integers(0, 2, n)).astype(np.float32), lag=rng.integers(0, 30, n),
-        turn=rng.integers(0, 90, n), position=rng.integers(0, length), length=length, task=rng.integers(0, 2, n))
+        turn=rng.integers(0, 90, n), position=rng.integers(0, length), length=length, task=rng.integers(0, 2, n),
+        expert_load=rng.gamma(20, 0.05, n).astype(np.float32))
 
 
 def pieces(tokens: Tokens, cuts: list[int]) -> list[Tokens]:
@@ -125,16 +127,25 @@ def test_property_breakdowns_equal_brute_force(name):
     check()
 
 
-def test_entropy_deciles_hold_a_tenth_of_the_tokens_each():
-    """Fails if "the tokens about which the policy is most uncertain" are not that."""
+@pytest.mark.parametrize("name", DECILES)
+def test_deciles_hold_a_tenth_of_the_tokens_each(name):
+    """Fails if "the tokens about which the policy is most uncertain", or with the busiest experts, are not that."""
     rng = np.random.default_rng(0)
     n = 5000
-    entropy = np.sort(rng.exponential(0.3, n)).astype(np.float32)
-    columns = vars(tokens(0, n, False)) | dict(entropy=entropy, fate=(np.arange(n) >= 4500).astype(int))
+    values = np.sort({"entropy": rng.exponential(0.3, n), "expert_load": rng.gamma(20, 0.05, n)}[name])
+    columns = vars(tokens(0, n, False)) | {name: values.astype(np.float32), "fate": (np.arange(n) >= 4500).astype(int)}
     got = reduced(Tokens(**columns), [1234]).metrics()
     for decile in range(10):
-        assert abs(got[f"by_entropy/tokens {10 * decile}-{10 * (decile + 1)}%"] - 0.1) < 0.06
-    assert got["by_entropy/dropped_low 90-100%"] > 0.8 and got["by_entropy/dropped_low 0-10%"] == 0
+        assert abs(got[f"by_{name}/tokens {10 * decile}-{10 * (decile + 1)}%"] - 0.1) < 0.06
+    assert got[f"by_{name}/dropped_low 90-100%"] > 0.8 and got[f"by_{name}/dropped_low 0-10%"] == 0
+
+
+def test_a_model_without_experts_has_no_expert_load():
+    """Fails if a dense model's step ends in an error, or invents deciles."""
+    columns = vars(tokens(0, 50, False)) | dict(expert_load=None)
+    one = Statistics(TASKS)
+    one.add_tokens(Tokens(**columns))
+    assert "by_entropy/tokens 90-100%" in one.metrics() and not [n for n in one.metrics() if "expert_load" in n]
 
 
 @quick
@@ -185,7 +196,8 @@ def test_oracle_statistics_without_tokens_or_variance():
     log_ratio = np.full(5, -9.0, np.float32)
     weight, fate = oracles.gate(log_ratio, np.ones(5), 0.3, 5.0)
     zero = np.zeros(5, int)
-    all_tokens = Tokens(log_ratio, np.zeros(5), weight, fate, np.zeros(5), np.ones(5), zero, zero, zero, zero + 1, zero)
+    all_tokens = Tokens(log_ratio, np.zeros(5), weight, fate, np.zeros(5), np.ones(5), zero, zero, zero, zero + 1, zero,
+                        np.ones(5))
     got = reduced(all_tokens, []).metrics()
     assert (got["mask/dropped"], got["mask/discarded_mass"], got["mask/effective_sample_size"]) == (1, 1, 0)
     equal = Statistics()

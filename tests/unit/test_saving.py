@@ -11,8 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from sao_megatron.errors import UserError
 from sao_megatron.weights.folder import SafetensorsFolder
+from sao_megatron.weights.hf import check_mtp
 from sao_megatron.weights.saving import Entry, finish, partial_of, write_files
 
 
@@ -52,6 +55,27 @@ def test_folder_is_complete(tmp_path, model_dir):
         "torch_dtype": "bfloat16", "x": 1, "num_nextn_predict_layers": 0}
     assert json.loads((tmp_path / "out/model.safetensors.index.json").read_text())["metadata"] == {"total_size": 10240}
     assert (tmp_path / "out" / "tokenizer.json").is_file() and not partial_of(tmp_path / "out").exists()
+
+
+def test_multi_token_prediction_is_kept_as_it_came(tmp_path, model_dir):
+    """If this fails, model.mtp=keep exports a model whose multi-token prediction is lost, or not the checkpoint's."""
+    config = json.loads((model_dir / "config.json").read_text()) | {"num_hidden_layers": 2}
+    del config["quantization_config"]
+    (model_dir / "config.json").write_text(json.dumps(config))
+    mtp = {"model.layers.2.eh_proj.weight": torch.randn(4, 8), "model.layers.2.enorm.weight": torch.randn(4)}
+    save_file(mtp | {"model.layers.1.mlp.gate.weight": torch.ones(4)}, model_dir / "model.safetensors")
+    folder = tmp_path / "out"
+    partial_of(folder).mkdir()
+    finish(folder, write_files(tensors(), partial_of(folder), "model-00000"), model_dir, mtp=True)
+    source = SafetensorsFolder(folder)
+    assert source.names() == sorted([*mtp, *dict(tensors())])
+    for name, tensor in mtp.items():
+        source.verify_checksum(name)
+        assert torch.equal(source.get(name, tuple(tensor.shape)), tensor)
+    assert json.loads((folder / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    with pytest.raises(UserError, match=r"has no layers for multi-token prediction \(model.layers.3 …\)"):
+        (model_dir / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+        check_mtp(model_dir)
 
 
 def count_calls(run, kill_at: int | None = None) -> int:

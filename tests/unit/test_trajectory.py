@@ -37,16 +37,41 @@ def test_builder_keeps_every_token_in_its_role():
 
 def test_encode_and_decode_are_inverse():
     """Fails if what the learner reads is not what the controller wrote."""
-    before = two_turns().build(Status.TRUNCATED, solved=False, note="größer")
+    builder = two_turns()
+    builder.add_segment(two_turns())
+    before = builder.build(Status.TRUNCATED, solved=False, note="größer")
     after = decode(encode(before))
-    for name in ("tokens", "action_mask", "rollout_logprobs", "versions", "turns", "rewards"):
+    for name in ("tokens", "action_mask", "rollout_logprobs", "versions", "turns", "rewards", "segments"):
         np.testing.assert_array_equal(getattr(after, name), getattr(before, name))
         assert getattr(after, name).dtype == getattr(before, name).dtype
     for name in ("prompt_id", "task", "group_id", "status", "id", "info"):
         assert getattr(after, name) == getattr(before, name)
 
 
+def test_segments_are_one_rollout():
+    """Fails if a rewritten context is a rollout of its own: λ, groups and counts would take its outcome twice."""
+    builder = TrajectoryBuilder([1], "prompt-7", "guess")
+    builder.add_action([8, 2], [-1.5, -0.25], [4, 5])
+    builder.add_reward(0.25)
+    builder.add_observation([])
+    builder.add_segment(TrajectoryBuilder([1, 7, 3], "", ""))
+    assert builder.segment_tokens == [1, 7, 3]
+    builder.add_action([9], [-0.5], [6])
+    builder.add_reward(1.0)
+    trajectory = builder.build()
+    assert trajectory.segments.tolist() == [0, 3] and trajectory.segment_lengths.tolist() == [3, 4]
+    assert trajectory.tokens.tolist() == [1, 8, 2, 1, 7, 3, 9]
+    assert trajectory.action_mask.tolist() == [False, True, True, False, False, False, True]
+    assert trajectory.turns.tolist() == [0, 0, 0, 1, 1, 1, 1]
+    assert trajectory.rewards.tolist() == [0, 0, 0.25, 0, 0, 0, 1.0]
+    assert (trajectory.prompt_id, trajectory.num_actions, trajectory.reward) == ("prompt-7", 3, 1.25)
+
+
 @pytest.mark.parametrize("changes, named", [
+    (dict(segments=[1]), "segments"),
+    (dict(segments=[0, 3]), "segments"),
+    (dict(segments=[0, 2, 2]), "segments"),
+    (dict(segments=[0, 1]), "token 1"),
     (dict(versions=[-1, 0]), "versions"),
     (dict(action_mask=[False] * 3, versions=[-1] * 3), "action_mask"),
     (dict(action_mask=[True, True, True]), "token 0"),

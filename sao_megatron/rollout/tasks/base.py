@@ -25,6 +25,9 @@ class Step:
     reward: float = 0.0
     """Goes to the last token of the action."""
     done: bool = False
+    context: list[int] | None = None
+    """Where the next turn's context is not the one so far and `observation`, because history was rewritten
+    (rollout/chat.py): all of it. The trajectory goes on as a new segment."""
     info: dict[str, Any] = field(default_factory=dict)
     """JSON-able; the last step's `solved: bool` is the task's success, used for solve rates."""
 

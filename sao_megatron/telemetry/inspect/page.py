@@ -24,7 +24,7 @@ MAX_TOKENS = 3_000_000
 """Most tokens of a page: about 50 MB, which a browser still opens in seconds."""
 
 NUMBERS = ("rollout_logprob", "policy_logprob", "log_ratio", "ratio", "weight", "advantage", "value", "return",
-           "entropy", "reward")
+           "entropy", "expert_load", "reward")
 _SERIES = (*METRICS, "mask/recovered", "lag/max", "critic/loss", "policy/grad_norm")
 _LOG_RATIO_EDGES = np.linspace(-3, 3, 61)
 

@@ -220,6 +220,7 @@ function numbersOf(records, token, position) {
       ["log p policy", logprob("policy_logprob")],
       ["log p rollout", logprob("rollout_logprob")],
       ["entropy, nats", number("entropy")],
+      ["expert load", number("expert_load")],
     ],
     [
       ["advantage", number("advantage")],

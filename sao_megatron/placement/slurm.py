@@ -1,0 +1,236 @@
+"""The processes of a run on the nodes of a Slurm job: what the local placement starts as a child is here an `srun`.
+
+The launcher runs on the job's first node, as store and controller do, which is also the first of the learner's. Each
+engine is a step of its own, all learner ranks are one. Steps overlap: the job holds whole nodes, and we deal out what
+is on them. The supervisor sees the sruns; signals to them reach their tasks.
+"""
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from sao_megatron.config import ClusterSection, RunConfig
+from sao_megatron.config.cluster import placement as places
+from sao_megatron.engine.process import engine_command, engine_environment
+from sao_megatron.errors import UserError
+from sao_megatron.placement.allocation import Node, binds_cpus, components, down, job_id
+from sao_megatron.placement.plan import Plan
+from sao_megatron.placement.preflight import Preflight
+from sao_megatron.run_folder import RunFolder
+from sao_megatron.supervisor import ProcessSpec, Supervisor
+from sao_megatron.telemetry.progress import Progress
+
+MOST_ENGINES = 64
+"""Ports that one job keeps to itself."""
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Which node does what."""
+
+    learner: list[Node]
+    rollout: list[Node]
+    spares: list[Node]
+
+
+def assign(cluster: ClusterSection, found: list[list[Node]], bad: Mapping[str, str] = {}) -> Roles:  # noqa: B006
+    """Deal the nodes of the job's components out, leaving out the `bad` ones (name → why).
+
+    Raises UserError where the job has too few nodes, or too few good ones.
+    """
+    heterogeneous = len(found) > 1
+    good = [[node for node in nodes if node.name not in bad] for nodes in found]
+    head = found[0][0]
+    if head.name in bad:
+        raise UserError(f"{head.name}, the job's first node, failed the preflight: {bad[head.name]}; submit again with "
+                        f"--exclude={head.name}")
+    first = good[0]
+    learner, rest = first[:cluster.learner_nodes], first[cluster.learner_nodes:]
+    pool = good[1] if heterogeneous else rest
+    rollout = pool[:cluster.rollout_nodes]
+    spares = [node for node in (rest if heterogeneous else []) + pool[cluster.rollout_nodes:]]
+    missing = cluster.rollout_nodes - len(rollout)
+    rollout, spares = rollout + spares[:missing], spares[max(0, missing):]
+    if len(learner) < cluster.learner_nodes or len(rollout) < cluster.rollout_nodes:
+        reasons = "".join(f"; {name} failed the preflight: {why}" for name, why in bad.items())
+        raise UserError(f"the job has {sum(map(len, good))} good nodes, cluster.learner_nodes={cluster.learner_nodes} "
+                        f"and cluster.rollout_nodes={cluster.rollout_nodes} need more{reasons}: ask for "
+                        f"cluster.spare_nodes, or submit again with --exclude={','.join(bad) or '…'}")
+    return Roles(learner, rollout, spares)
+
+
+class SlurmPlacement:
+    """Raises UserError where the job's nodes do not hold the recipe's roles."""
+
+    def __init__(self, config: RunConfig, folder: RunFolder):
+        self.config, self.folder = config, folder
+        self.places = places(config)
+        self.nodes = components()
+        self._unbound = ["--cpu-bind=none"] if binds_cpus() else []  # else an engine may get the one core of its task
+        self.log_dir = folder.log_dir / str(job_id())
+        self.roles = assign(config.cluster, self.nodes)
+        self._first_port = config.engine.port or 10000 + job_id() * MOST_ENGINES % 20000
+        self._engine_nodes: list[list[Node]] = []
+        self._deal_engines()
+
+    def check(self, supervisor: Supervisor, progress: Progress) -> None:
+        """The preflight. Spare nodes take the places of bad ones."""
+        cluster, roles = self.config.cluster, self.roles
+        if not cluster.preflight_seconds:
+            return
+        check = Preflight(roles.learner, roles.rollout, roles.spares, cluster.gpus_per_node, cluster.preflight_seconds,
+                          self.folder.path)
+        begin = time.monotonic()
+        bad = check.run(supervisor, self._node_check)
+        for name, why in bad.items():
+            progress.event("node_excluded", name, f"{name} failed the preflight: {why}")
+        self.leave_out(bad)
+        progress.note(f"preflight of {len(check.nodes)} nodes: {time.monotonic() - begin:.0f} s, slowest exchange "
+                      f"{min(check.rates, default=0.0):.1f} GB/s")
+
+    def _node_check(self, node: Node, address: str, port: int) -> ProcessSpec:
+        command = [self.python(), "-m", "sao_megatron.placement.node_check", address, str(port)]
+        return self.step(f"preflight-{node.name}", [node], command, tasks=max(1, self.config.cluster.gpus_per_node),
+                         parts=False)
+
+    def leave_out(self, bad: Mapping[str, str]) -> None:
+        """Deal the nodes out anew without these (name → why)."""
+        self.roles = assign(self.config.cluster, self.nodes, bad)
+        self._deal_engines()
+
+    def _deal_engines(self) -> None:
+        """The nodes of each engine: blocks of a node where GPUs are counted, else in turn."""
+        rollout, span, each = self.roles.rollout, self.places.nodes_per_engine, self.places.engines_per_node
+        if not self.config.cluster.gpus_per_node:
+            self._engine_nodes = [[rollout[i % len(rollout)]] for i in range(self.config.engine.count)]
+        else:
+            self._engine_nodes = [rollout[i // each * span:][:span] for i in range(self.config.engine.count)]
+
+    @property
+    def head(self) -> Node:
+        return self.nodes[0][0]
+
+    # What the watch asks
+
+    def plan(self) -> Plan:
+        config, folder = self.config, str(self.folder.path)
+        cli = [self.python(), "-m", "sao_megatron.cli"]
+        urls = [] if config.mode == "replay" else [self._url(i) for i in range(config.engine.count)]
+        engines = [self._engine(i, url) for i, url in enumerate(urls)]
+        controller = None if config.mode == "replay" else self.step(
+            "controller", [self.head], [*cli, "controller", folder])
+        learners = [] if config.mode == "rollout" else [self.step(
+            "learner", self.roles.learner, [*cli, "learner", folder], tasks=self.places.ranks_per_node,
+            environment={"MASTER_ADDR": self.head.address, "TORCHELASTIC_USE_AGENT_STORE": "True"})]
+        return Plan(engines, controller, learners, urls, self.head.address)
+
+    def lost(self, name: str) -> str | None:
+        return next(iter(down([node.name for node in self._nodes_of(name)])), None)
+
+    def move(self, name: str) -> bool:
+        """A spare for an engine of one node; an engine that spans nodes stays lost."""
+        nodes = self._nodes_of(name)
+        if not name.startswith("engine-") or len(nodes) > 1:
+            return False
+        alive = set(self.alive([node.name for node in self.roles.spares]))
+        spare = next((node for node in self.roles.spares if node.name in alive), None)
+        if spare is None:
+            return False
+        self.roles.spares.remove(spare)
+        for others in self._engine_nodes:  # all engines of the lost node share its successor
+            others[:] = [spare if node == nodes[0] else node for node in others]
+        return True
+
+    @staticmethod
+    def alive(names: list[str]) -> list[str]:
+        lost = down(names) if names else []
+        return [name for name in names if name not in lost]
+
+    def _nodes_of(self, name: str) -> list[Node]:
+        if name.startswith("engine-"):
+            return self._engine_nodes[int(name.removeprefix("engine-"))]
+        return self.roles.learner if name == "learner" else [self.head]
+
+    # Steps
+
+    def _url(self, index: int) -> str:
+        return f"http://{self._engine_nodes[index][0].address}:{self._first_port + index}"
+
+    def _engine(self, index: int, url: str) -> ProcessSpec:
+        config, nodes, gpus = self.config, self._engine_nodes[index], self.config.cluster.gpus_per_node
+        address, tp = urlsplit(url), config.engine.tp
+        there = config.model_copy(update={"engine": config.engine.model_copy(update={"host": address.hostname})})
+        command = engine_command(there, self.folder.model_dir(config), address.port, bool(gpus))
+        if len(nodes) > 1:
+            command += ["--nnodes", str(len(nodes)), "--node-rank", "%t",
+                        "--dist-init-addr", f"{address.hostname}:{self._first_port + MOST_ENGINES // 2 + index}"]
+        own = {}
+        if gpus:
+            first = index % self.places.engines_per_node * tp
+            own["CUDA_VISIBLE_DEVICES"] = ",".join(str(first + i) for i in range(min(tp, gpus)))
+        return self.step(f"engine-{index}", nodes, [self.python(), *command[1:]], own=own,
+                         environment=engine_environment(bool(gpus), tp), parts=len(nodes) > 1)
+
+    def step(self, name: str, nodes: list[Node], command: list[str], tasks: int = 1,
+             environment: Mapping[str, str] = {}, own: Mapping[str, str] = {},  # noqa: B006
+             parts: bool | None = None) -> ProcessSpec:
+        """`command` as one step with so many `tasks` on each of the nodes; `own`: what only the task may be told.
+
+        A step of several tasks (`parts`) writes a log for each: learner-0.log, learner-1.log … beside srun's own.
+        """
+        count = len(nodes) * tasks
+        parts = count > 1 or name == "learner" if parts is None else parts
+        where = [[node for node in nodes if node.component == component]
+                 for component in sorted({node.component for node in nodes}, key=str)]
+        if len(where) > 1:
+            raise UserError(f"{name} would lie in two components of the heterogeneous job, which share no step: "
+                            "a spare node can take an engine's place, but not a part of it")
+        output = [f"--output={self.log_dir / f'{name}-%t.log'}"] if parts else []
+        srun = ["srun", f"--job-name={name}", f"--nodes={len(nodes)}", f"--ntasks={count}",
+                f"--ntasks-per-node={tasks}", f"--nodelist={','.join(node.name for node in nodes)}",
+                "--distribution=block", "--overlap", "--mem=0", "--kill-on-bad-exit=1", "--no-kill=off",
+                "--export=ALL", *self._unbound, *self._component(nodes), *output, *self._srun_container()]
+        task = [*self._command_container(), self.python(), "-m", "sao_megatron.placement.task",
+                *(f"{key}={value}" for key, value in own.items()), "--"]
+        return ProcessSpec(name, [*srun, *task, *command], self._common() | dict(environment),
+                           parts=tuple(f"{name}-{i}" for i in range(count)) if parts else ())
+
+    @staticmethod
+    def _component(nodes: list[Node]) -> list[str]:
+        component = nodes[0].component
+        return [] if component is None else [f"--het-group={component}"]
+
+    def _common(self) -> dict[str, str]:
+        """The environment of every task; srun carries it over."""
+        cluster = self.config.cluster
+        threads = "4" if cluster.gpus_per_node else "1"
+        socket_interface = {} if cluster.interface is None else {
+            "NCCL_SOCKET_IFNAME": cluster.interface, "GLOO_SOCKET_IFNAME": cluster.interface}
+        return {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
+                **socket_interface, **cluster.environment}
+
+    def python(self) -> str:
+        """The interpreter of the roles."""
+        cluster = self.config.cluster
+        if cluster.venv is not None:
+            return str(cluster.venv / "bin" / "python")
+        return sys.executable if cluster.container.runtime == "none" else "python3"
+
+    def _srun_container(self) -> list[str]:
+        container = self.config.cluster.container
+        if container.runtime != "pyxis":
+            return []
+        mounts = [f"--container-mounts={','.join(container.mounts)}"] if container.mounts else []
+        return [f"--container-image={container.image}", f"--container-workdir={Path.cwd()}", *mounts]
+
+    def _command_container(self) -> list[str]:
+        container, gpus = self.config.cluster.container, self.config.cluster.gpus_per_node
+        if container.runtime != "apptainer":
+            return []
+        mounts = [argument for mount in container.mounts for argument in ("--bind", mount)]
+        return ["apptainer", "exec", *(["--nv"] if gpus else []), "--pwd", str(Path.cwd()), *mounts, container.image]

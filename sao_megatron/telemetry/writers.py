@@ -1,0 +1,105 @@
+"""Where a run's steps are written: TensorBoard, JSON lines, Weights & Biases, behind one interface (section `writers`).
+
+Each of them shows a step once and in order, also after a learner has gone on from a checkpoint: what it made again
+replaces what was there.
+"""
+from __future__ import annotations
+
+import importlib.util
+import json
+import time
+from pathlib import Path
+from typing import Protocol
+
+from sao_megatron.config import RunConfig
+from sao_megatron.errors import UserError
+from sao_megatron.run_folder import RunFolder
+from sao_megatron.telemetry.records import Recorded, Words
+from sao_megatron.telemetry.statistics import Statistics
+from sao_megatron.telemetry.worst import Worst
+
+
+class Writer(Protocol):
+    def write(self, step: int, metrics: dict[str, float], statistics: Statistics, recorded: list[Recorded]) -> None:
+        """One learner step; `recorded` are its token records."""
+
+    def alarm(self, step: int, sentence: str) -> None:
+        """An alarm that this step has raised; the sentence begins with its name."""
+
+    def close(self) -> None: ...
+
+
+def check(config: RunConfig) -> None:
+    """Raise UserError for a writer whose package is missing."""
+    if config.writers.wandb and importlib.util.find_spec("wandb") is None:
+        raise UserError(f"writers.wandb={config.writers.wandb}: the package wandb is not installed: install it (pip "
+                        f"install wandb), or leave writers.wandb out")
+
+
+def open_writers(config: RunConfig, folder: RunFolder, first_step: int,
+                 earlier: list[tuple[int, dict[str, float]]]) -> list[Writer]:
+    """All that the recipe wants; `earlier` are the (step, metrics) of the steps before `first_step`."""
+    settings, writers = flat_settings(config.model_dump(mode="json")), []
+    if config.writers.tensorboard:
+        from sao_megatron.telemetry.tensorboard import TensorBoardWriter
+        worst = Worst(Words(folder.model_dir(config) / "tokenizer.json"), config.tokens.page)
+        writers.append(TensorBoardWriter(folder.path / "tensorboard", settings, first_step, earlier, worst))
+    if config.writers.jsonl:
+        writers.append(JsonLines(folder.path / "metrics.jsonl", first_step))
+    if config.writers.wandb:
+        writers.append(WeightsAndBiases(config, folder, settings))
+    return writers
+
+
+class JsonLines:
+    """One line a step: {"step", "time" (Unix seconds), "alarms" of the step before, and every metric by its name}."""
+
+    def __init__(self, path: Path, first_step: int):
+        kept = [line for line in path.read_text().splitlines() if json.loads(line)["step"] < first_step] if (
+            path.is_file()) else []
+        path.write_text("".join(f"{line}\n" for line in kept))
+        self._file, self._alarms = path.open("a"), []
+
+    def write(self, step: int, metrics: dict[str, float], statistics: Statistics, recorded: list[Recorded]) -> None:
+        self._file.write(json.dumps({"step": step, "time": time.time(), "alarms": self._alarms, **metrics}) + "\n")
+        self._file.flush()
+        self._alarms = []
+
+    def alarm(self, step: int, sentence: str) -> None:
+        self._alarms.append(sentence)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class WeightsAndBiases:
+    """A W&B run of the run's name; a learner that goes on continues it. Offline, its files are in the run's folder."""
+
+    def __init__(self, config: RunConfig, folder: RunFolder, settings: dict[str, float | str | bool]):
+        import wandb
+        self._run = wandb.init(project=config.writers.wandb, name=config.name, id=config.name, resume="allow",
+                               dir=str(folder.path), mode=config.writers.wandb_mode, config=settings)
+        self._run.define_metric("learner step")
+        self._run.define_metric("*", step_metric="learner step")  # W&B's own axis cannot go back, a run can
+        self._alert = wandb.AlertLevel.WARN
+
+    def write(self, step: int, metrics: dict[str, float], statistics: Statistics, recorded: list[Recorded]) -> None:
+        self._run.log({"learner step": step} | metrics)
+
+    def alarm(self, step: int, sentence: str) -> None:
+        name, _, _ = sentence.partition(" ")
+        self._run.alert(title=f"{name} at step {step}", text=sentence, level=self._alert)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def flat_settings(config: dict, prefix: str = "") -> dict[str, float | str | bool]:
+    """A resolved config as dotted names and plain values."""
+    result = {}
+    for name, value in config.items():
+        if isinstance(value, dict):
+            result |= flat_settings(value, f"{prefix}{name}.")
+        elif isinstance(value, str | int | float):
+            result[f"{prefix}{name}"] = value
+    return result

@@ -1,0 +1,71 @@
+"""HF folder -> two Megatron ranks -> published to a real engine that began with random weights -> HF's log-probs.
+
+Every family that SGLang serves on a CPU. It cannot serve multi-latent attention there (DeepSeek-V3, Kimi-K2, GLM-5).
+"""
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from served import START_SECONDS, VOCAB, engine_process
+
+from sao_megatron.engine.client import EngineClient
+
+HERE = Path(__file__).parent
+DENSE, EXPERTS = dict(tp=2), dict(tp=2, ep=2)
+LAYOUTS = {"qwen2": DENSE, "qwen3": DENSE, "llama": DENSE, "qwen3_moe": EXPERTS, "mixtral": EXPERTS,
+           "glm4_moe": EXPERTS}
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
+
+
+def run(*command: str) -> None:
+    done = subprocess.run([sys.executable, *command], env=ENVIRONMENT, text=True, timeout=400, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT)
+    assert done.returncode == 0, done.stdout[-4000:]
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """The folder with the models, and the URL of the engine of each, to which the learner has published it."""
+    folder = tmp_path_factory.mktemp("families")
+    run(str(HERE.parent / "distributed" / "family_models.py"), str(folder), *LAYOUTS)
+    engines = {}
+    for name in LAYOUTS:  # config.json alone: the engine starts with random weights
+        (folder / "begin" / name).mkdir(parents=True)
+        shutil.copy(folder / name / "config.json", folder / "begin" / name)
+        engines[name] = engine_process(folder / "begin" / name)
+    server = engines["qwen2"]
+    server.command = [sys.executable, str(HERE / "forked_servers.py"),
+                      json.dumps([engine.command[3:] for engine in engines.values()])]
+    server.start(folder / "engines.log")
+    try:
+        for engine in engines.values():
+            engine.log_path, engine._process = server.log_path, server._process
+            engine.wait_healthy(time.monotonic() + START_SECONDS)
+        jobs = {name: {"layout": LAYOUTS[name], "url": engine.url} for name, engine in engines.items()}
+        run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+            str(HERE / "served_families_worker.py"), str(folder), json.dumps(jobs))
+        yield folder, {name: engine.url for name, engine in engines.items()}
+    finally:
+        server.stop()
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+async def test_engine_equals_hf(published, name):
+    """If this fails, engines sample a family from another model than the checkpoint, under success messages."""
+    folder, urls = published
+    want, worst = np.load(folder / f"{name}.npz"), 0.0
+    async with EngineClient(urls[name], VOCAB, 60) as client:
+        for index, trajectory in enumerate(pickle.loads((folder / "trajectories.pkl").read_bytes())):
+            scores = np.array(await client.score(trajectory.tokens.tolist()))[trajectory.action_mask[1:]]
+            worst = max(worst, float(np.abs(scores - want[f"logprobs/{index}"]).max()))
+        assert await client.model_version() == 1
+    assert worst < 1e-4
