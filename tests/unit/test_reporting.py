@@ -8,12 +8,13 @@ import pytest
 from sao_megatron import config as configs
 from sao_megatron.errors import RunError
 from sao_megatron.learner.reporting import Reporter
+from sao_megatron.placement.plan import OneMachine, Plan
 from sao_megatron.run_folder import RunFolder
 from sao_megatron.supervisor import Supervisor
 from sao_megatron.telemetry.progress import Progress
 from sao_megatron.telemetry.statistics import Statistics
 from sao_megatron.trajectory.store import ALARMS, MAX_LAG, Store
-from sao_megatron.watch import Plan, Watch
+from sao_megatron.watch import Watch
 
 HEALTHY, STALE = {"mask/dropped": 0.01, "lag/mean": 1.0}, {"mask/dropped": 0.4, "lag/mean": 1.0}
 
@@ -67,12 +68,13 @@ def test_slow_survives_a_restart(tmp_path, folder):
 def test_an_alarm_is_said_in_the_terminal(tmp_path, folder, capsys):
     settings = config(tmp_path, "warn")
     with Store(folder.store_path) as store, Supervisor(folder.log_dir) as supervisor:
-        watch = Watch(settings, Plan([], None, [], []), store, supervisor, Progress(9))
+        watch = Watch(settings, OneMachine(Plan([], None, [], []), folder.log_dir), store, supervisor, Progress(9))
         play(Reporter(settings, folder, store, 0), 0, [STALE] * 6)
         for _ in range(3):
             watch._show_alarms()
         assert capsys.readouterr().out.count("alarm at step 5: mask_share = 0.4 (limit 0.3): the gate drops") == 1
-        Watch(settings, Plan([], None, [], []), store, supervisor, Progress(9))._show_alarms()
+        placement = OneMachine(Plan([], None, [], []), folder.log_dir)
+        Watch(settings, placement, store, supervisor, Progress(9))._show_alarms()
         assert capsys.readouterr().out == "", "a resumed run begins with what is new"
 
 
