@@ -100,7 +100,7 @@ def _loadable(config: RunConfig, folder: RunFolder) -> RunConfig:
     """Where engines load `model.path` by themselves: from a folder of which they can."""
     from sao_megatron.weights.untied import needs_head, untie
     path = config.model.path
-    if config.mode != "rollout" or not path.is_dir() or not needs_head(path):
+    if config.mode != "rollout" or path is None or not path.is_dir() or not needs_head(path):
         return config
     model = config.model.model_copy(update={"path": untie(path, folder.path / "untied")})
     return config.model_copy(update={"model": model})

@@ -225,6 +225,8 @@ class Watch:
             return "learner finished; waiting for the last evaluation and the export"
         if (paused := RunFolder(self._config.run_dir).paused_path).exists():
             return f"paused until {paused} is deleted: {paused.read_text().strip()}"
+        if self._config.evaluation.only:
+            return "evaluating"
         ready, in_flight = self._store.counts()["ready"], self._store.sum_of("in_flight")
         batch = self._config.batch.trajectories
         if not self._plan.learners:
