@@ -16,10 +16,10 @@ from sao_megatron.telemetry import metrics
 from sao_megatron.trajectory.store import StepRow, Store
 
 TOTAL = STEPS + CRITIC_ONLY
-EVERY_STEP = ["publication/paused", "reward/mean", "reward/solve_rate", "lag/mean", "critic/explained_variance", "critic/grad_norm",
+EVERY_STEP = ["reward/mean", "reward/solve_rate", "lag/mean", "critic/explained_variance", "critic/grad_norm",
               "learner/tokens_per_second", "engine/tokens_per_second", "seconds/publish", "queue/ready",
               "learner/flops_per_second", "engine/flops_per_second", "machine/cores", "pacing/max_lag",
-              "sglang/running 0", "sglang/cache_used 0"]
+              "sglang/running 0", "sglang/cache_used 0", "publication/paused"]
 EVERY_UPDATE = ["mask/dropped", "mask/dropped_low", "mask/dropped_high", "policy/grad_norm", "experts/busiest"]
 
 

@@ -18,7 +18,7 @@ from sao_megatron.rollout.controller import run_controller
 from sao_megatron.rollout.tasks.base import Prompt, Step
 from sao_megatron.trajectory.store import Store
 
-BATCH, STEPS = 8, 40
+BATCH, STEPS = 8, 25
 
 
 class SimulatedTime(asyncio.SelectorEventLoop):
