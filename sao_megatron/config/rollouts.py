@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from sao_megatron.config.section import Section
 
@@ -42,6 +42,13 @@ class RolloutSection(Section):
     quarantine_after: int = Field(3, ge=0)
     """A prompt of which the episodes failed in this many groups, with no success between, is not played any more and is
     counted; 0 = never."""
+
+    @model_validator(mode="after")
+    def _enough_for_each_controller(self):
+        if self.concurrency < self.controllers:
+            raise ValueError(f"concurrency={self.concurrency} leaves some of controllers={self.controllers} without an "
+                             f"episode: at least one each")
+        return self
 
 
 class EvaluationSetSection(Section):
