@@ -239,7 +239,9 @@ class Learner:
         if not (section.pinned and section.every and self.publisher and section.count):
             return False
         due = 0 < self.updates < self.config.steps and self.updates % section.every == 0
-        return due and sum(row.name == within(self.updates) for row in self.store.evaluations()) < section.count
+        if not due or self.store.get_state("stop"):
+            return False
+        return sum(row.name == within(self.updates) for row in self.store.evaluations()) < section.count
 
     def _poll(self, step: int, deadline: float, seconds: float = 10.0) -> list[bytes] | None:
         """Up to `seconds` of waiting for a full batch; [] if there is none yet, None if the store says to stop."""
