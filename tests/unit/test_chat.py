@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sao_megatron.rollout.chat import Chat, ChatTemplate
+from sao_megatron.errors import UserError
+from sao_megatron.rollout.chat import Chat, ChatTemplate, normal
 from sao_megatron.rollout.episode import EpisodeSettings, run_episode
 from sao_megatron.rollout.tasks.base import Prompt, Step
 from sao_megatron.trajectory.types import Status
