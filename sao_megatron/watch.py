@@ -12,6 +12,7 @@ from sao_megatron.errors import RunError, Unfinished
 from sao_megatron.hang import Watchdog
 from sao_megatron.placement.plan import Placement
 from sao_megatron.run_folder import RunFolder
+from sao_megatron.sandbox_watch import SandboxWatch
 from sao_megatron.supervisor import ProcessSpec, Supervisor
 from sao_megatron.telemetry.events import Kind
 from sao_megatron.telemetry.progress import Progress
@@ -39,6 +40,7 @@ class Watch:
         self._supervisor, self._progress = supervisor, progress
         self._plan = placement.plan()
         self._engines = EngineWatch(config, placement, supervisor, progress)
+        self._sandboxes = SandboxWatch(placement, supervisor, progress)
         self._workers = {spec.name for spec in [*self._plan.learners, self._plan.controller] if spec}
         self._first_end: float | None = None
         self._end_by: float | None = None
@@ -58,7 +60,7 @@ class Watch:
 
     def start(self) -> None:
         """Start everything."""
-        self._start(self._engines.urls.keys() | self._workers)
+        self._start(self._engines.urls.keys() | self._workers | self._sandboxes.names)
 
     def until_done(self) -> None:
         """Return when the learner ranks and the controller have ended well."""
@@ -80,7 +82,8 @@ class Watch:
         learners = [spec for spec in self._plan.learners if spec.name in names]
         if learners:
             learners = self._meeting(learners)
-        others = [spec for spec in [*self._plan.engines, self._plan.controller] if spec and spec.name in names]
+        others = [spec for spec in [*self._plan.engines, *self._plan.sandboxes, self._plan.controller]
+                  if spec and spec.name in names]
         if engines := self._engines.urls.keys() & names:
             self._engines.note_start(engines)
             self._store.unpublish()  # else the controller would sample from what they start with
@@ -101,6 +104,7 @@ class Watch:
         """What ended, without the engines that the run can do without or that were started again alone."""
         self._placement.tend(self._supervisor, ended)
         self._engines.revive(ended)
+        self._sandboxes.revive(ended)
         if self._engines.moved:  # the controller reads the engines' URLs when it starts; the learner always
             self._engines.moved = False
             self._supervisor.end({"controller"})
@@ -229,7 +233,9 @@ class Watch:
             return "learner finished; waiting for the last evaluation and the export"
         if (paused := RunFolder(self._config.run_dir).paused_path).exists():
             return f"paused until {paused} is deleted: {paused.read_text().strip()}"
-        ready, in_flight = self._store.counts()["ready"], self._store.get_state("in_flight", 0)
+        if self._config.evaluation.only:
+            return "evaluating"
+        ready, in_flight = self._store.counts()["ready"], self._store.sum_of("in_flight")
         batch = self._config.batch.trajectories
         if not self._plan.learners:
             return f"{ready} of {self._config.total_steps * batch} trajectories, {in_flight} episodes in flight"

@@ -84,6 +84,7 @@ install_packages() {
         say "installing SGLang without its CUDA dependencies"
         install --no-deps --requirement requirements/engine-cpu-no-deps.txt
     fi
+    install --no-deps --requirement requirements/tasks-no-deps.txt
 }
 
 # uv installs sources only. Without this the first process of each kind pays for the compilation, and where

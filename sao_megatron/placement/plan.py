@@ -1,7 +1,7 @@
 """What a run starts, and what the watch may ask of where it starts."""
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -21,6 +21,8 @@ class Plan:
     """Of the engines."""
     address: str = "127.0.0.1"
     """Of this machine, for the ranks: the store at which they meet is in the launcher."""
+    sandboxes: list[ProcessSpec] = field(default_factory=list)
+    sandbox_urls: list[str] = field(default_factory=list)
 
 
 class Placement(Protocol):

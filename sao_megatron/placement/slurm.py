@@ -151,7 +151,11 @@ class SlurmPlacement:
         learners = [] if config.mode == "rollout" else [self.step(
             "learner", self.roles.learner, [*cli, "learner", folder], tasks=self.places.ranks_per_node,
             environment={"MASTER_ADDR": self.head.address, "TORCHELASTIC_USE_AGENT_STORE": "True"})]
-        return Plan(engines, controller, learners, urls, self.head.address)
+        servers = [] if config.mode == "replay" else range(config.sandbox.servers)
+        sandboxes = [self.step(f"sandbox-{i}", [self._sandbox_node(i)], [*cli, "sandbox", folder, "--index", str(i)])
+                     for i in servers]
+        return Plan(engines, controller, learners, urls, self.head.address, sandboxes,
+                    [self._sandbox_url(i) for i in servers])
 
     def lost(self, name: str) -> str | None:
         return next(iter(down([node.name for node in self._nodes_of(name)])), None)
@@ -178,9 +182,19 @@ class SlurmPlacement:
     def _nodes_of(self, name: str) -> list[Node]:
         if name.startswith("engine-"):
             return self._engine_nodes[int(name.removeprefix("engine-"))]
+        if name.startswith("sandbox-"):
+            return [self._sandbox_node(int(name.removeprefix("sandbox-")))]
         return self.roles.learner if name == "learner" else [self.head]
 
     # Steps
+
+    def _sandbox_node(self, index: int) -> Node:
+        """The rollout nodes in turn: their cores idle while the GPUs sample."""
+        return self.roles.rollout[index % len(self.roles.rollout)]
+
+    def _sandbox_url(self, index: int) -> str:
+        port = self._first_port + MOST_ENGINES - 1 - index // len(self.roles.rollout)
+        return f"http://{self._sandbox_node(index).address}:{port}"
 
     def _url(self, index: int) -> str:
         return f"http://{self._engine_nodes[index][0].address}:{self._first_port + index}"
