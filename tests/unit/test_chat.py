@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sao_megatron.rollout.chat import Chat, ChatTemplate
+from sao_megatron.errors import UserError
+from sao_megatron.rollout.chat import Chat, ChatTemplate, normal
 from sao_megatron.rollout.episode import EpisodeSettings, run_episode
 from sao_megatron.rollout.tasks.base import Prompt, Step
 from sao_megatron.trajectory.types import Status
@@ -182,12 +183,13 @@ def test_a_cut_turn_is_closed(templates, name):
 
 # If this fails, a model without thinking sees in training what its template never shows it: the empty thoughts of
 # earlier turns.
-def test_template_options(tmp_path):
+@pytest.mark.parametrize("role", ["user", "tool"])
+def test_template_options(tmp_path, role):
     template = ChatTemplate.load(chat_folder.save(tmp_path, "qwen3"), enable_thinking=False)
     chat, prompt = chat_of(template)
     assert template.decode(prompt).endswith("<think>\n\n</think>\n\n")
     chat.reply(template.encode("it is<|im_end|>"))
-    more = chat.add([{"role": "user", "content": "go on"}])
+    more = chat.add([{"role": role, "content": "go on"}])
     assert more.context == template.encode(template.text(chat.messages, None))
     assert template.decode(more.context).count("<think>") == 1
 
