@@ -205,7 +205,8 @@ def test_a_call_in_the_models_own_format(templates):
 
 
 # If this fails, an unreadable call, or one of a tool that does not exist, is lost from what the agent is told.
-@pytest.mark.parametrize("call", ['{"name": "add", "arguments"', '{"name": "sub", "arguments": {}}'])
+@pytest.mark.parametrize("call", ['{"name": "add", "arguments"', '{"name": "sub", "arguments": {}}', '[1]',
+                                  '{"name": "add", "arguments": [1]}'])
 def test_calls_that_are_none(templates, call):
     template = templates["qwen3"]
     chat, _ = chat_of(template, tools=[ADD])

@@ -3,6 +3,7 @@
 tests/engine/test_gateway_served.py has the same on a real engine.
 """
 import asyncio
+import socket
 from types import SimpleNamespace
 
 import aiohttp
@@ -217,6 +218,8 @@ def test_refusals(folders):
         for messages in ([], [{"content": "no role"}], [{"role": "user", "content": [{"type": "image_url"}]}]):
             with pytest.raises(openai.BadRequestError):
                 await ask(client, messages)
+        with pytest.raises(openai.BadRequestError, match="tools: "):
+            await ask(client, [USER], tools=[{"function": "add"}])
         with pytest.raises(openai.AuthenticationError):
             await ask(client.with_options(api_key="sk-other"), [USER])
         with pytest.raises(openai.NotFoundError):
@@ -268,6 +271,15 @@ def test_engine_failure_ends_the_run(folders):
             await asyncio.sleep(60)
     with pytest.raises(RunError, match="engine is gone"):
         play(folders["chatml"], agent, RunError("engine is gone"))
+
+
+# If this fails, two controllers with one fixed port fail without a word about it.
+def test_a_port_that_is_taken(folders):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        task = AgentTask(folders["chatml"], port=taken.getsockname()[1])
+        task.name = "agents"
+        with pytest.raises(RunError, match="cannot listen at 127.0.0.1"):
+            asyncio.run(run_episode(Engine(task), task, Prompt("p"), SETTINGS, 0))
 
 
 # If this fails, a turn that its client never got is trained on, or blocks its chat.

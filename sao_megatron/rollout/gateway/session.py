@@ -73,18 +73,25 @@ class Session:
         if self._asked == self.max_turns:
             raise self._refusal(f"this episode had its {self.max_turns} turns", "turn_limit")
         self._asked += 1
-        if request.tools:
-            await asyncio.to_thread(self.template.tool_parser.load)
-        thread, chat, builder = self._continued(request)
-        thread.busy = True
         try:
-            return await self._sample(request, chat, builder, thread)
+            return await self._answer(request)
         except RequestError:
             raise
         except Exception as error:
             if not self.failure.done():
                 self.failure.set_exception(error)
             raise
+
+    async def _answer(self, request: Request) -> Reply:
+        if request.tools:
+            try:
+                await asyncio.to_thread(self.template.tool_parser.check, request.tools)
+            except (TypeError, ValueError) as error:
+                raise RequestError(f"tools: {error}", "invalid_value", "tools") from None
+        thread, chat, builder = self._continued(request)
+        thread.busy = True
+        try:
+            return await self._sample(request, chat, builder, thread)
         finally:
             thread.busy = False
 
