@@ -17,6 +17,8 @@ from sao_megatron.config.model import ModelSection, ParallelSection
 from sao_megatron.config.rollouts import (
     EngineSection,
     EvaluationSection,
+    EvaluationSetSection,
+    LimitsSection,
     PublicationSection,
     RolloutSection,
     TaskSection,
@@ -38,6 +40,8 @@ __all__ = [
     "CriticSection",
     "EngineSection",
     "EvaluationSection",
+    "EvaluationSetSection",
+    "LimitsSection",
     "ModelSection",
     "ParallelSection",
     "Placement",

@@ -6,7 +6,7 @@ import math
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from sao_megatron.errors import RunError
+from sao_megatron.errors import EngineGone, RunError
 from sao_megatron.rollout.gateway.session import Session
 from sao_megatron.rollout.pool import Generator
 from sao_megatron.rollout.tasks.agent import AgentTask
@@ -22,9 +22,11 @@ CANCEL_PATIENCE = 10.0  # seconds that a cancelled agent gets to unwind
 class AgentAttempt:
     def __init__(self, client: Generator, task: AgentTask, prompt: Prompt, settings: EpisodeSettings, seq: int):
         self.task, self.prompt = task, prompt
-        self.group_id = f"group-{seq // settings.rollouts_per_prompt}"
+        self.group_id = f"group-{seq // settings.group}"
         self.session = Session(client, task.template, settings, task.max_turns, self._begin)
         self.builder = self._begin([])
+        self.deadly = False
+        """Whether engine after engine died under it, so that it must not be tried again."""
 
     @property
     def turns(self) -> int:
@@ -37,8 +39,8 @@ class AgentAttempt:
         """Play; returns the status and the trajectory's info.
 
         completed: the agent returned. truncated: its time was over, or it failed after a budget of the run was spent;
-        its reward is then 0. error: it failed otherwise, returned nonsense or never sampled a turn. Raises the
-        engine's RunError.
+        its reward is then 0. error: it failed otherwise, returned nonsense or never sampled a turn, or engine after
+        engine died under it. Raises the engine's RunError where it fails otherwise.
         """
         session = self.session
         async with self.task.gateway.serving(session) as base_url:
@@ -49,6 +51,9 @@ class AgentAttempt:
                 finished = agent.done()
                 if session.failure.done():
                     session.failure.result()
+            except EngineGone as error:
+                self.deadly = True
+                return Status.ERROR, error_info(error)
             finally:
                 await self._end(agent)
         if session.turns:

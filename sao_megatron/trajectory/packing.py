@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sao_megatron.trajectory.routing import Routing, merge
 from sao_megatron.trajectory.types import Trajectory
 
 
@@ -40,13 +41,15 @@ class MicroBatch:
     """int64 [m]: action tokens of each trajectory."""
     last: np.ndarray
     """int64 [m]: packed position of each trajectory's last token, whose value is the one after the end."""
+    routing: Routing | None
+    """T rows; None if no trajectory has any."""
 
     @property
     def real(self) -> np.ndarray:
         """bool [T]: no padding."""
         real = np.zeros(len(self.tokens), bool)
-        for t, start in zip(self.trajectories, self.cu_seqlens, strict=False):
-            real[start:start + len(t)] = True
+        for place in _places(self.trajectories, self.cu_seqlens):
+            real[place] = True
         return real
 
 
@@ -73,7 +76,9 @@ def pack(trajectories: list[Trajectory], packed_length: int, sequence_multiple: 
         targets=actions("tokens", np.int64), rollout_logprobs=actions("rollout_logprobs", np.float32),
         rewards=actions("rewards", np.float32), versions=actions("versions", np.int32),
         lengths=np.array([t.num_actions for t in trajectories], np.int64),
-        last=np.array([place[-1] for place in places], np.int64))
+        last=np.array([place[-1] for place in places], np.int64),
+        routing=merge([(place, t.routing) for t, place in zip(trajectories, places, strict=True)
+                       if t.routing is not None], packed_length))
 
 
 def _padded(trajectory: Trajectory, sequence_multiple: int) -> list[int]:
