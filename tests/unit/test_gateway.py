@@ -11,7 +11,8 @@ import chat_folder
 import openai
 import pytest
 
-from sao_megatron.errors import RunError
+from sao_megatron.config import LimitsSection
+from sao_megatron.errors import EngineGone, RunError
 from sao_megatron.rollout.episode import EpisodeSettings, run_episode
 from sao_megatron.rollout.tasks.agent import AgentTask
 from sao_megatron.rollout.tasks.base import Prompt, Step
@@ -190,7 +191,9 @@ def test_length(folders):
 
 # If this fails, an agent that runs into the run's budget is an error, or is trained beyond it.
 @pytest.mark.parametrize("budget, code", [(dict(max_tokens=70), "context_length_exceeded"),
-                                          (dict(turns=3), "turn_limit")])
+                                          (dict(limits=LimitsSection(tokens=70)), "context_length_exceeded"),
+                                          (dict(turns=3), "turn_limit"),
+                                          (dict(limits=LimitsSection(turns=3)), "turn_limit")])
 def test_spent_budgets_truncate(folders, budget, code):
     codes = []
 
@@ -257,20 +260,24 @@ def test_agents_that_fail(folders):
         trajectory, _ = play(folders["chatml"], agent, "one", "two")
         assert trajectory.status is Status.ERROR and error in trajectory.info["error"]
         assert trajectory.info["retries"] == 1 and "traceback" in trajectory.info
+    assert play(folders["chatml"], slow, "one", limits=LimitsSection(seconds=0.4))[0].info["out_of_time"]
     trajectory, _ = play(folders["chatml"], slow, "one", seconds=0.5)
     assert trajectory.status is Status.TRUNCATED and "after 0.5 s" in trajectory.info["cut"] and trajectory.reward == 0
     assert play(folders["chatml"], never, seconds=0.2)[0].status is Status.ERROR
 
 
-# If this fails, a dead engine is recorded as failed agents, or a run with one waits for ever.
+# If this fails, an engine that answers nonsense is recorded as failed agents, a run with one waits for ever, or an
+# episode that kills one engine after the other is tried again.
 def test_engine_failure_ends_the_run(folders):
     async def agent(client):
         try:
             await ask(client, [USER])
         except openai.InternalServerError:
             await asyncio.sleep(60)
-    with pytest.raises(RunError, match="engine is gone"):
-        play(folders["chatml"], agent, RunError("engine is gone"))
+    with pytest.raises(RunError, match="it answers nonsense"):
+        play(folders["chatml"], agent, RunError("it answers nonsense"))
+    trajectory, engine = play(folders["chatml"], agent, *[EngineGone("it died")] * 2)  # the third under one request
+    assert trajectory.status is Status.ERROR and trajectory.info["retries"] == 0 and len(engine.lines) == 1
 
 
 # If this fails, two controllers with one fixed port fail without a word about it.
