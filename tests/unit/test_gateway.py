@@ -4,6 +4,7 @@ tests/engine/test_gateway_served.py has the same on a real engine.
 """
 import asyncio
 import socket
+from pathlib import Path
 from types import SimpleNamespace
 
 import aiohttp
@@ -12,8 +13,9 @@ import openai
 import pytest
 
 from sao_megatron.config import LimitsSection
-from sao_megatron.errors import EngineGone, RunError
+from sao_megatron.errors import EngineGone, RunError, UserError
 from sao_megatron.rollout.episode import EpisodeSettings, run_episode
+from sao_megatron.rollout.tasks import load_task
 from sao_megatron.rollout.tasks.agent import AgentTask
 from sao_megatron.rollout.tasks.base import Prompt, Step
 from sao_megatron.trajectory.types import Status
@@ -278,6 +280,19 @@ def test_engine_failure_ends_the_run(folders):
         play(folders["chatml"], agent, RunError("it answers nonsense"))
     trajectory, engine = play(folders["chatml"], agent, *[EngineGone("it died")] * 2)  # the third under one request
     assert trajectory.status is Status.ERROR and trajectory.info["retries"] == 0 and len(engine.lines) == 1
+
+
+# If this fails, the recipe for an agent of one's own does not do what it says.
+def test_the_recipes_agent(folders):
+    recipe = Path(__file__).parents[2] / "configs" / "agents" / "arithmetic.py"
+    task = load_task(f"{recipe}:Arithmetic", {"tries": 2}, folders["chatml"])
+    prompt = task.prompt(3)
+    engine = Engine(task, "It is 99", f"It is {sum(prompt.data)}")
+    trajectory = asyncio.run(run_episode(engine, task, prompt, SETTINGS, 0))
+    assert (trajectory.reward, trajectory.info["solved"], trajectory.info["tries"]) == (0.5, True, 2)
+    assert trajectory.prompt_id == task.prompt(3).id and trajectory.segments.tolist() == [0]
+    with pytest.raises(UserError, match="attempts"):
+        load_task(f"{recipe}:Arithmetic", {"attempts": 2}, folders["chatml"])
 
 
 # If this fails, two controllers with one fixed port fail without a word about it.
