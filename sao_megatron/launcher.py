@@ -214,7 +214,8 @@ def prepare(config: RunConfig, folder: RunFolder) -> None:
 def check_sandbox(config: RunConfig) -> None:
     """Where the task runs code on this machine, whether it can be isolated here."""
     from sao_megatron.rollout.tasks import runs_code
-    from sao_megatron.sandbox.pool import SandboxError, check
+    from sao_megatron.sandbox.pool import check
+    from sao_megatron.sandbox.session import SandboxError
     if config.mode != "replay" and not config.sandbox.servers and runs_code(config.task.name, config.task.options):
         try:
             asyncio.run(check(config.sandbox))

@@ -11,7 +11,8 @@ from sao_megatron.rollout.tasks.bfcl import _data, _solutions
 from sao_megatron.rollout.tasks.chat_task import fenced_code
 from sao_megatron.rollout.tasks.math_python import last_boxed
 from sao_megatron.sandbox.limits import Limits
-from sao_megatron.sandbox.pool import Pool, SandboxError
+from sao_megatron.sandbox.pool import Pool
+from sao_megatron.sandbox.session import SandboxError
 
 BFCL = ["bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker"]
 MATHS = ["math_verify"]

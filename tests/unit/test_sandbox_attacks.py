@@ -17,7 +17,8 @@ import pytest
 import pytest_asyncio
 
 from sao_megatron.sandbox.limits import Limits
-from sao_megatron.sandbox.pool import Pool, SandboxError
+from sao_megatron.sandbox.pool import Pool
+from sao_megatron.sandbox.session import SandboxError
 
 ROOT = Path(__file__).parents[2]
 LIMITS = Limits(seconds=1, cpu_seconds=2, memory_mb=96, disk_mb=8, file_mb=4, processes=12, output=2000)
@@ -396,7 +397,8 @@ async def test_sessions_run_beside_each_other(pool):
 ONE_CELL = """
 import asyncio, sys
 from sao_megatron.sandbox.limits import Limits
-from sao_megatron.sandbox.pool import Pool, SandboxError
+from sao_megatron.sandbox.pool import Pool
+from sao_megatron.sandbox.session import SandboxError
 async def main():
     async with Pool(Limits(seconds=5, processes=4), 1, 1, 0, []) as pool:
         await pool.check()

@@ -16,7 +16,7 @@ from sao_megatron.rollout.chat import Chat
 from sao_megatron.rollout.tasks.base import Prompt, Step
 from sao_megatron.rollout.tasks.chat_task import ChatTask, next_turn
 from sao_megatron.rollout.tasks.sources import PromptSource
-from sao_megatron.sandbox.pool import Sandbox, Session
+from sao_megatron.sandbox.session import Sandbox, Session
 
 CATEGORIES = ("base", "miss_param", "long_context")
 CALLS_A_TURN = 20

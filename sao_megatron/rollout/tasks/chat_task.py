@@ -7,7 +7,7 @@ from pathlib import Path
 
 from sao_megatron.rollout.chat import ChatTemplate, Continuation
 from sao_megatron.rollout.tasks.base import Step
-from sao_megatron.sandbox.pool import Sandbox
+from sao_megatron.sandbox.session import Sandbox
 from sao_megatron.trajectory.types import Trajectory
 
 _FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)

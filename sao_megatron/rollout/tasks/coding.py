@@ -10,7 +10,7 @@ from sao_megatron.rollout.chat import Chat
 from sao_megatron.rollout.tasks.base import Prompt, Step
 from sao_megatron.rollout.tasks.chat_task import ChatTask, fenced_code, next_turn
 from sao_megatron.rollout.tasks.sources import PromptSource
-from sao_megatron.sandbox.pool import CellResult, Sandbox
+from sao_megatron.sandbox.session import CellResult, Sandbox
 
 ASK = ("Complete this function. Answer with the whole function in one block between ```python and ```.\n\n"
        "```python\n{}```")

@@ -11,7 +11,7 @@ from sao_megatron.rollout.chat import Chat, Message
 from sao_megatron.rollout.tasks.base import Prompt, Step
 from sao_megatron.rollout.tasks.chat_task import ChatTask, fenced_code, next_turn
 from sao_megatron.rollout.tasks.sources import PromptSource
-from sao_megatron.sandbox.pool import Sandbox, Session
+from sao_megatron.sandbox.session import Sandbox, Session
 
 PYTHON = {"type": "function", "function": {
     "name": "python", "description": "Run Python code in an interpreter that keeps its variables from call to call. "
