@@ -27,6 +27,12 @@ class RunFolder:
         return self.path / "config.yaml"
 
     @property
+    def submitted_path(self) -> Path:
+        """The recipe as `sao-megatron submit` resolved it, beside the folder, which the job makes."""
+        path = self.path if self.path.name else self.path.absolute()
+        return path.with_name(f"{path.name}.submitted.yaml")
+
+    @property
     def engines_path(self) -> Path:
         """JSON list of the engines' URLs, by index."""
         return self.path / "engines.json"
@@ -108,7 +114,10 @@ class RunFolder:
         return json.loads(self.engines_path.read_text())
 
     def place_engines(self, urls: list[str]) -> None:
-        self.engines_path.write_text(json.dumps(urls, indent=2) + "\n")
+        """At once: learner and controllers read the list again and again."""
+        part = self.engines_path.with_suffix(".part")
+        part.write_text(json.dumps(urls, indent=2) + "\n")
+        part.rename(self.engines_path)
 
     def place_sandboxes(self, urls: list[str]) -> None:
         """With a new token: servers that are left of an earlier start do not take it."""

@@ -14,6 +14,7 @@ from sao_megatron.placement.plan import Placement
 from sao_megatron.run_folder import RunFolder
 from sao_megatron.sandbox_watch import SandboxWatch
 from sao_megatron.supervisor import ProcessSpec, Supervisor
+from sao_megatron.telemetry.events import Kind
 from sao_megatron.telemetry.progress import Progress
 from sao_megatron.trajectory.store import ALARMS, Store
 
@@ -101,6 +102,7 @@ class Watch:
 
     def _revived(self, ended: dict[str, int]) -> dict[str, int]:
         """What ended, without the engines that the run can do without or that were started again alone."""
+        self._placement.tend(self._supervisor, ended)
         self._engines.revive(ended)
         self._sandboxes.revive(ended)
         if self._engines.moved:  # the controller reads the engines' URLs when it starts; the learner always
@@ -111,11 +113,13 @@ class Watch:
         return ended
 
     def _mind_hangs(self) -> None:
-        if (self._watchdog and not self._store.get_state("finished", False)
-                and not RunFolder(self._config.run_dir).paused_path.exists() and self._watchdog.hangs()):
-            error = self._watchdog.report(self._supervisor, sorted(self._learners))
-            self._progress.event("hang", "learner", str(error))
-            self._start_again(error, self._learners)
+        if self._watchdog is None:
+            return
+        if (self._store.published() is None or self._engines.starting or self._store.get_state("finished", False)
+                or RunFolder(self._config.run_dir).paused_path.exists()):
+            self._watchdog.rest()  # the learner may wait for engines, for the last evaluation, for a person
+        elif self._watchdog.hangs():
+            self._start_again(self._watchdog.report(self._supervisor, sorted(self._learners)), self._learners, "hang")
 
     def _mind_the_time(self) -> None:
         """Once the supervisor was asked to end: have the learner save a checkpoint, and all end."""
@@ -170,7 +174,7 @@ class Watch:
         reasons = [last_words(log)[0] for log in logs]
         return any(url in reason for url in self._engines.urls.values() for reason in reasons)
 
-    def _start_again(self, error: RunError, names: set[str]) -> None:
+    def _start_again(self, error: RunError, names: set[str], kind: Kind = "restart") -> None:
         if self._end_by:
             raise Unfinished(f"{str(error).splitlines()[0]}, while the run was to end before its time limit")
         for name in sorted(names):
@@ -179,10 +183,10 @@ class Watch:
         self._causes.append(str(error))
         if len(self._causes) > self._config.restarts:
             raise _crash_loop(self._causes)
-        reason = str(error).splitlines()[0]
-        self._progress.event("restart", ", ".join(sorted(names)),
-                             f"{reason}; starting {', '.join(sorted(names))} again "
-                             f"({len(self._causes)} of restarts={self._config.restarts})")
+        reason, _, details = str(error).partition("\n")
+        which = ", ".join(sorted(names))
+        self._progress.event(kind, which, f"{reason}; starting {which} again ({len(self._causes)} of restarts="
+                             f"{self._config.restarts})\n{details}".rstrip())
         self._supervisor.end(names)
         self._first_end = None
         self._start(names)
@@ -229,7 +233,9 @@ class Watch:
             return "learner finished; waiting for the last evaluation and the export"
         if (paused := RunFolder(self._config.run_dir).paused_path).exists():
             return f"paused until {paused} is deleted: {paused.read_text().strip()}"
-        ready, in_flight = self._store.counts()["ready"], self._store.get_state("in_flight", 0)
+        if self._config.evaluation.only:
+            return "evaluating"
+        ready, in_flight = self._store.counts()["ready"], self._store.sum_of("in_flight")
         batch = self._config.batch.trajectories
         if not self._plan.learners:
             return f"{ready} of {self._config.total_steps * batch} trajectories, {in_flight} episodes in flight"

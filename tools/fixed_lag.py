@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from sao_megatron import config as run_config
 from sao_megatron.config import RunConfig
-from sao_megatron.errors import RunError
+from sao_megatron.errors import RunError, UserError
 from sao_megatron.learner.bookkeeping import batch_metrics
 from sao_megatron.learner.records import gather_records
 from sao_megatron.learner.reporting import Reporter
@@ -61,6 +61,9 @@ def initialize(config: RunConfig) -> None:
 class FixedLag:
     def __init__(self, config: RunConfig, lag: int, start: dict | None = None, folder: RunFolder | None = None):
         """`start` is a policy state dict in place of the supervised warm-up; `folder` becomes that of a run."""
+        if config.rollout.routing_replay:
+            raise UserError("rollout.routing_replay: the sampler here is the learner's own model and needs no replay: "
+                            "set it to false")
         initialize(config)
         self.config, self.lag = config, lag
         self.hf_config = hf.canonical(config.model.fresh)
@@ -141,7 +144,7 @@ class FixedLag:
 
     def _evaluate(self, result: dict) -> None:
         prompts = self.task.evaluation_prompts(self.config.evaluation.episodes)
-        settings = EpisodeSettings.of(self.config, temperature=1.0, rollouts_per_prompt=1)
+        settings = EpisodeSettings.of(self.config, temperature=1.0, group=1)
         outcomes = _outcomes(self._sample(self._weights(), self.version, settings, prompts))
         result["evaluations"].append([self.version, round(outcomes["solved"], 4), round(outcomes["malformed"], 4)])
 

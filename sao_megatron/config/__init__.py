@@ -17,6 +17,7 @@ from sao_megatron.config.model import ModelSection, ParallelSection
 from sao_megatron.config.rollouts import (
     EngineSection,
     EvaluationSection,
+    EvaluationSetSection,
     LimitsSection,
     PublicationSection,
     RolloutSection,
@@ -39,6 +40,7 @@ __all__ = [
     "CriticSection",
     "EngineSection",
     "EvaluationSection",
+    "EvaluationSetSection",
     "LimitsSection",
     "ModelSection",
     "ParallelSection",

@@ -1,10 +1,15 @@
 """What SGLang answers, read and checked: a reply of /generate becomes a Generation, an error body a sentence."""
 from __future__ import annotations
 
+import base64
 import re
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal
+
+import numpy as np
+
+from sao_megatron.trajectory.routing import Routing, narrow
 
 METRICS = {
     "running": ("sglang:num_running_reqs", sum), "waiting": ("sglang:num_queue_reqs", sum),
@@ -27,10 +32,15 @@ class Generation:
     finish: Literal["stop", "length", "abort"]
     """abort: the engine ended it early. A running request keeps its tokens so far; SGLang drops those of a request that
     a pause had retracted, and one that still waited has none."""
+    routing: Routing | None = None
+    """If asked for, and any token was sampled: one row per token from `routing_from` to the last but one."""
 
 
-def read_generation(reply: dict) -> Generation:
-    """Read one reply of /generate; KeyError, TypeError or ValueError where it is not in SGLang's form."""
+def read_generation(reply: dict, routing_from: int | None = None) -> Generation:
+    """Read one reply of /generate; KeyError, TypeError or ValueError where it is not in SGLang's form.
+
+    `routing_from`: position of the first token whose routing was asked for; None if none was.
+    """
     tokens, meta = reply["output_ids"], reply["meta_info"]
     finish = meta["finish_reason"]["type"]
     if finish not in ("stop", "length", "abort"):
@@ -42,7 +52,29 @@ def read_generation(reply: dict) -> Generation:
     if len(entries) != len(tokens):
         raise ValueError(f"{len(entries)} log-probs do not answer its {len(tokens)} tokens")
     logprobs = [float(logprob) for logprob, _, _ in entries]
-    return Generation(tokens, logprobs, _versions(meta["weight_versions"], len(tokens)), finish)
+    versions = _versions(meta["weight_versions"], len(tokens))
+    routing = None if routing_from is None else _routing(meta, len(tokens), routing_from)
+    return Generation(tokens, logprobs, versions, finish, routing)
+
+
+def _routing(meta: dict, sampled: int, start: int) -> Routing:
+    """Rows of the positions [start, prompt + sampled − 1).
+
+    A request that was retracted is computed anew, and SGLang then has the routing of that: under other weights, or at
+    least in another batch, than sampled its earlier tokens. Only rows behind the retraction are recorded. It lies where
+    the weight version changes; if there were more retractions than changes nobody knows where they were.
+    """
+    if "routed_experts" not in meta:
+        raise ValueError("it has no routed_experts: start the engine with --enable-return-routed-experts")
+    prompt, spans, retractions = meta["prompt_tokens"], meta["weight_versions"], meta["num_retractions"]
+    rows = prompt + sampled - 1 - start
+    flat = np.frombuffer(base64.b64decode(meta["routed_experts"]), "<i4")
+    if rows < 1 or not len(flat) or len(flat) % rows:
+        raise ValueError(f"{len(flat)} routed experts do not answer {rows} tokens")
+    kept = start
+    if retractions:
+        kept = prompt + (sampled if retractions > len(spans) - 1 else spans[-1]["start"]) - 1
+    return Routing(narrow(flat.reshape(rows, -1)), np.arange(start, start + rows) >= kept)
 
 
 def _versions(spans: list[dict], length: int) -> list[int]:

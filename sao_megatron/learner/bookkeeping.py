@@ -12,6 +12,13 @@ from sao_megatron.trajectory.types import Trajectory
 from sao_megatron.trajectory.versions import lag
 
 
+def replayed_share(trajectories: list[Trajectory]) -> float:
+    """Of the tokens that predict an action token, those whose routing was recorded."""
+    recorded = [np.zeros(t.num_actions, bool) if t.routing is None
+                else t.routing.recorded[np.flatnonzero(t.action_mask) - 1] for t in trajectories]
+    return float(np.concatenate(recorded).mean())
+
+
 def batch_metrics(trajectories: list[Trajectory], version: int) -> dict[str, float]:
     """What the batch is like before any gate: outcomes, sizes, lags (in versions, over action tokens)."""
     lags = np.concatenate([lag(version, t.action_versions) for t in trajectories])

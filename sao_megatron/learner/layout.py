@@ -13,6 +13,9 @@ def check(config: RunConfig, hf_config: dict) -> None:
     if not experts and max(parallel.ep, parallel.etp) > 1:
         raise UserError(f"parallel.ep={parallel.ep}, parallel.etp={parallel.etp}: {hf_config['architectures'][0]} has "
                         "no experts: set both to 1")
+    if config.rollout.routing_replay and not experts:
+        raise UserError(f"rollout.routing_replay=true: {hf_config['architectures'][0]} has no experts whose choice "
+                        "could be replayed: set it to false")
     rules = [("num_attention_heads", "tp", "attention heads"), ("num_key_value_heads", "tp", "key/value heads"),
              ("vocab_size", "tp", "vocabulary"), ("num_experts", "ep", "experts"),
              ("moe_intermediate_size", "etp", "expert width"), ("num_hidden_layers", "pp", "layers")]

@@ -30,6 +30,7 @@ from sao_megatron.learner.optimized import Optimized, wrap
 from sao_megatron.learner.logprob import HeadOutput
 from sao_megatron.learner.passes import (DeviceBatch, local_batches, local_micro_batches, policy_pass,
                                          reduce_statistics, reports, to_device, to_numpy)
+from sao_megatron.learner.routing_replay import RoutingReplay
 from sao_megatron.telemetry.statistics import Statistics, Tokens
 from sao_megatron.trajectory.packing import mini_batches, pack
 from sao_megatron.trajectory.types import Trajectory
@@ -60,6 +61,8 @@ class Trainer:
         self.policy_shards = ShardMap(module, hf_config)
         if source is not None:
             self.policy_shards.load(source)
+        if config.rollout.routing_replay:
+            RoutingReplay(module)
         self.expert_load = ExpertLoad(module) if module.config.num_moe_experts else None
         self.policy_ddp = wrap(module)
         self.policy: Optimized | None = None

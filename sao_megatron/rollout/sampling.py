@@ -1,4 +1,4 @@
-"""Sample one turn: from a trajectory's context until the model stops or a budget is spent, whatever aborts on the way."""
+"""Sample one turn: from a context until the model stops or a budget is spent, whatever aborts on the way."""
 from __future__ import annotations
 
 import asyncio
@@ -25,8 +25,11 @@ async def sample_turn(client: Generator, builder: TrajectoryBuilder, budget: int
     deadline = time.monotonic() + settings.request_timeout
     while True:
         answer = await client.generate(builder.segment_tokens, max_new_tokens=budget - len(action),
-                                       temperature=settings.temperature, stop_token_ids=stop_token_ids)
+                                       temperature=settings.temperature, stop_token_ids=stop_token_ids,
+                                       **builder.wanted_routing())
         builder.add_action(answer.tokens, answer.logprobs, answer.versions)
+        if settings.routing_replay:
+            builder.add_routing(answer.routing)
         action += answer.tokens
         if answer.finish == "stop" and action:
             return action, True

@@ -43,6 +43,8 @@ METRICS = (
            "samples at temperature T times the learner's"),
     Metric("mismatch/correlation", "", "of log π_θ and log π_rollout at lag 0; 1 where they belong to the same tokens"),
     Metric("mismatch/tokens", "tokens", "action tokens of lag 0 in the batch"),
+    Metric("routing/replayed", "share", "action tokens predicted with the experts that the engine had chosen "
+           "(rollout.routing_replay)"),
     Metric("lag/mean", "versions", "learner version − version at sampling"),
     Metric("lag/max", "versions", "the same, largest in the batch"),
     Metric("pacing/max_lag", "versions", "lag that pacing admitted: rollout.max_lag, or less (alarms.on_alarm=slow)"),
@@ -73,6 +75,7 @@ METRICS = (
     Metric("seconds/recompute", "s", "the further forward pass of presets whose behaviour policy is not the rollout"),
     Metric("seconds/policy", "s", "policy forward, backward and update"),
     Metric("seconds/publish", "s", "the previous step's publication of weights"),
+    Metric("publication/paused", "s", "in which the engines sampled nothing for the previous step's publication"),
     Metric("seconds/checkpoint", "s", "what saving takes of the step, not the writing beside it"),
     Metric("seconds/other", "s", "the rest of the step"),
     Metric("seconds/step", "s", "since the previous step was recorded"),
@@ -175,7 +178,7 @@ _MACHINES = """## Machines
 
 `gpu/… rank-3` is the GPU of learner rank 3, `gpu/… other-0` a GPU of rank 0's machine that is no rank's (an engine's,
 with `sao-megatron train`); both need `nvidia-ml-py`. `sglang/… 0` is what engine 0 says of itself in its /metrics,
-looked at every 5 s. GPUs of machines on which only engines run are not read: SGLang's numbers are all there is of them.
+looked at every 2 s. GPUs of machines on which only engines run are not read: SGLang's numbers are all there is of them.
 """
 _FLOPS = """### FLOPs and MFU
 

@@ -1,8 +1,9 @@
 """From trajectories to micro-batches: whole trajectories packed one after the other, balanced over data parallel ranks.
 
 A trajectory's segments are sequences of their own, which attend to nothing outside; they stay together and in order, so
-that its action tokens, over all of them, are one consecutive run (the chain of ALGORITHM.md §2). Everything per token that training needs is per *action* token: the position whose output predicts it (one before it),
-its id, its rollout log-prob, its reward. Observation and prompt tokens are only context.
+that its action tokens, over all of them, are one consecutive run (the chain of ALGORITHM.md §2). Everything per token
+that training needs is per *action* token: the position whose output predicts it (one before it), its id, its rollout
+log-prob, its reward. Observation and prompt tokens are only context.
 """
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sao_megatron.trajectory.routing import Routing, merge
 from sao_megatron.trajectory.types import Trajectory
 
 
@@ -39,18 +41,20 @@ class MicroBatch:
     """int64 [m]: action tokens of each trajectory."""
     last: np.ndarray
     """int64 [m]: packed position of each trajectory's last token, whose value is the one after the end."""
+    routing: Routing | None
+    """T rows; None if no trajectory has any."""
 
     @property
     def real(self) -> np.ndarray:
         """bool [T]: no padding."""
         real = np.zeros(len(self.tokens), bool)
-        for t, start in zip(self.trajectories, self.cu_seqlens, strict=False):
-            real[start:start + len(t)] = True
+        for place in _places(self.trajectories, self.cu_seqlens):
+            real[place] = True
         return real
 
 
 def pack(trajectories: list[Trajectory], packed_length: int, sequence_multiple: int = 1) -> MicroBatch:
-    """Concatenate trajectories, each segment padded to a multiple of `sequence_multiple`, and pad to `packed_length`."""
+    """Concatenate trajectories, each segment padded to a multiple of `sequence_multiple`; pad to `packed_length`."""
     lengths = [size for t in trajectories for size in _padded(t, sequence_multiple)]
     if padding := packed_length - sum(lengths):
         lengths.append(padding)
@@ -72,7 +76,9 @@ def pack(trajectories: list[Trajectory], packed_length: int, sequence_multiple: 
         targets=actions("tokens", np.int64), rollout_logprobs=actions("rollout_logprobs", np.float32),
         rewards=actions("rewards", np.float32), versions=actions("versions", np.int32),
         lengths=np.array([t.num_actions for t in trajectories], np.int64),
-        last=np.array([place[-1] for place in places], np.int64))
+        last=np.array([place[-1] for place in places], np.int64),
+        routing=merge([(place, t.routing) for t, place in zip(trajectories, places, strict=True)
+                       if t.routing is not None], packed_length))
 
 
 def _padded(trajectory: Trajectory, sequence_multiple: int) -> list[int]:

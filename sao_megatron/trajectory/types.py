@@ -1,6 +1,7 @@
 """The Trajectory: what flows from the rollout side to the training side (DESIGN.md §3)."""
 from __future__ import annotations
 
+import copy
 import json
 import uuid
 from dataclasses import dataclass, field
@@ -8,6 +9,8 @@ from enum import StrEnum
 from typing import Any
 
 import numpy as np
+
+from sao_megatron.trajectory.routing import Routing, merge
 
 UNSAMPLED = -1  # version of a token that no engine sampled
 
@@ -50,6 +53,8 @@ class Trajectory:
     segments: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int32))
     """int32 [s]: where each segment begins. A rollout whose context was rewritten on the way is several sequences, each
     with the whole context that its action tokens were sampled from, and one outcome (ALGORITHM.md §2)."""
+    routing: Routing | None = None
+    """T rows: the experts that the engine chose, where rollout.routing_replay had them recorded."""
 
     def __post_init__(self):
         for name, dtype in _ARRAYS.items():
@@ -58,6 +63,8 @@ class Trajectory:
                 self._fault(name, f"has shape {array.shape}, expected ({len(self.tokens)},), one entry per token")
             setattr(self, name, array.astype(dtype, copy=False))
         self.segments = np.asarray(self.segments, np.int32)
+        if self.routing is not None and len(self.routing) != len(self.tokens):
+            self._fault("routing", f"has {len(self.routing)} rows, expected {len(self.tokens)}, one per token")
         self.status = Status(self.status)
         if self.status is Status.ERROR:
             return
@@ -123,7 +130,10 @@ _ARRAYS = {"tokens": np.int32, "action_mask": np.bool_, "rollout_logprobs": np.f
 class TrajectoryBuilder:
     """Grows a trajectory token by token as an episode runs; nothing is ever re-tokenised."""
 
-    def __init__(self, prompt_tokens: list[int], prompt_id: str, task: str, group_id: str = ""):
+    def __init__(self, prompt_tokens: list[int], prompt_id: str, task: str, group_id: str = "",
+                 record_routing: bool = False):
+        self.record_routing = record_routing
+        self._routing: list[tuple[slice, Routing]] = []
         self.tokens: list[int] = list(prompt_tokens)
         self._logprobs = [np.nan] * len(self.tokens)
         self._versions = [UNSAMPLED] * len(self.tokens)
@@ -139,6 +149,36 @@ class TrajectoryBuilder:
             raise ValueError(f"action of {len(tokens)} tokens came with {len(logprobs)} log-probs and "
                              f"{len(versions)} versions")
         self._extend(tokens, logprobs, versions)
+
+    def last_action(self, length: int) -> tuple[list[int], list[float], list[int]]:
+        """The last `length` tokens with their log-probs and versions."""
+        start = len(self.tokens) - length
+        return self.tokens[start:], self._logprobs[start:], self._versions[start:]
+
+    def fork(self) -> TrajectoryBuilder:
+        """A copy that grows by itself, for a turn that may come to nothing."""
+        twin = copy.copy(self)
+        vars(twin).update({name: list(value) for name, value in vars(self).items() if isinstance(value, list)})
+        return twin
+
+    def wanted_routing(self) -> dict[str, int]:
+        """What to ask the engine for besides tokens: the routing of every token that has none yet, if any is recorded.
+        """
+        return {"routing_from": self._routed - self._segments[-1]} if self.record_routing else {}
+
+    @property
+    def _routed(self) -> int:
+        """Position of the first token of the last segment that has no routing yet."""
+        return max(self._routing[-1][0].stop if self._routing else 0, self._segments[-1])
+
+    def add_routing(self, routing: Routing | None) -> None:
+        """Append the answer to `wanted_routing`, after `add_action`: rows up to the token before the last."""
+        if not self.record_routing or routing is None:
+            return
+        start, stop = self._routed, len(self.tokens) - 1
+        if len(routing) != stop - start:
+            raise ValueError(f"{len(routing)} rows of routing came for the {stop - start} tokens from {start} on")
+        self._routing.append((slice(start, stop), routing))
 
     def add_observation(self, tokens: list[int]) -> None:
         """Append the environment's answer and begin the next turn."""
@@ -160,6 +200,7 @@ class TrajectoryBuilder:
         self._extend(other.tokens, other._logprobs, other._versions)
         self._turns[start:] = [turn + later for later in other._turns]
         self._rewards[start:] = other._rewards
+        self._routing += [(slice(start + rows.start, start + rows.stop), part) for rows, part in other._routing]
         self.turn = turn + other.turn
 
     @property
@@ -179,23 +220,41 @@ class TrajectoryBuilder:
         return Trajectory(tokens=np.array(self.tokens, np.int32), action_mask=versions != UNSAMPLED,
                           rollout_logprobs=np.array(self._logprobs, np.float32), versions=versions,
                           turns=np.array(self._turns, np.int16), rewards=np.array(self._rewards, np.float32),
-                          status=status, info=info, segments=np.array(self._segments, np.int32), **self._identity)
+                          status=status, info=info, segments=np.array(self._segments, np.int32),
+                          routing=merge(self._routing, len(self.tokens)), **self._identity)
 
 
 def encode(trajectory: Trajectory) -> bytes:
-    """One blob: length of the JSON header (4 bytes, little-endian), header, then the arrays' bytes in order."""
+    """One blob: length of the JSON header (4 bytes, little-endian), header, then the arrays' bytes in order.
+
+    Routing is the last two of them, where there is any; the header then has its width and dtype.
+    """
     header = {name: getattr(trajectory, name) for name in ("prompt_id", "task", "group_id", "status", "id", "info")}
-    header = json.dumps(header | {"length": len(trajectory), "segments": trajectory.segments.tolist()}).encode()
-    arrays = [np.ascontiguousarray(getattr(trajectory, name)).tobytes() for name in _ARRAYS]
-    return b"".join([len(header).to_bytes(4, "little"), header, *arrays])
+    header |= {"length": len(trajectory), "segments": trajectory.segments.tolist()}
+    arrays = [getattr(trajectory, name) for name in _ARRAYS]
+    if trajectory.routing is not None:
+        experts = trajectory.routing.experts
+        header |= {"routing": [experts.shape[1], experts.dtype.name]}
+        arrays += [trajectory.routing.recorded, experts]
+    text = json.dumps(header).encode()
+    return b"".join([len(text).to_bytes(4, "little"), text, *(np.ascontiguousarray(a).tobytes() for a in arrays)])
 
 
 def decode(blob: bytes) -> Trajectory:
     """Inverse of `encode`; validates again."""
     start = 4 + int.from_bytes(blob[:4], "little")
     header = json.loads(blob[4:start])
-    length, arrays = header.pop("length"), {}
-    for name, dtype in _ARRAYS.items():
-        arrays[name] = np.frombuffer(blob, dtype, length, start)
-        start += length * np.dtype(dtype).itemsize
-    return Trajectory(**arrays, **header)
+    length, width_and_dtype = header.pop("length"), header.pop("routing", None)
+
+    def take(dtype, count: int) -> np.ndarray:
+        nonlocal start
+        array = np.frombuffer(blob, dtype, count, start)
+        start += array.nbytes
+        return array
+    arrays = {name: take(dtype, length) for name, dtype in _ARRAYS.items()}
+    routing = None
+    if width_and_dtype:
+        width, dtype = width_and_dtype
+        recorded = take(np.bool_, length)
+        routing = Routing(take(dtype, length * width).reshape(length, width), recorded)
+    return Trajectory(**arrays, **header, routing=routing)

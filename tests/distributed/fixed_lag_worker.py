@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from sao_megatron import config
+from sao_megatron.errors import UserError
 from sao_megatron.run_folder import RunFolder
 
 
@@ -49,7 +50,12 @@ def main(recipe: str, out: str) -> None:
                         folder=RunFolder(Path(out).parent / "run"))
     fresh = recorded.run(evaluate_every=3)
     recorded.record.close()
-    Path(out).write_text(json.dumps(dict(rows=rows, result=result, fresh=fresh)))
+    try:
+        FixedLag(config.load(recipe, ["rollout.routing_replay=true"]), lag=0)
+        refused = ""
+    except UserError as error:
+        refused = str(error)
+    Path(out).write_text(json.dumps(dict(rows=rows, result=result, fresh=fresh, refused=refused)))
 
 
 if __name__ == "__main__":

@@ -31,12 +31,13 @@ def gather_export(shards: ShardMap) -> dict[str, np.ndarray]:
     return {name: tensor for part in parts for name, tensor in part.items()}
 
 
-def policy_gradients(hf_config, source, parallel, data, token_budget: int):
+def policy_gradients(hf_config, source, parallel, data, token_budget: int, adapt=lambda module: None):
     """Exported gradients of the policy loss (plain DDP, so that every rank holds whole reduced gradients).
 
     Then the number of micro-batches, how often each of this rank's layers was computed, and whether TP ranks agree.
     """
     module = models.build(hf_config, parallel, torch.float32)
+    adapt(module)
     passes = []
     module.decoder.layers[0].register_forward_hook(lambda *_: passes.append(1))
     shards = ShardMap(module, hf_config)

@@ -35,6 +35,7 @@ def test_samples_are_exactly_as_old_as_the_lag(tmp_path):
         assert row["then"] < 1e-5, "the recorded log-probs are those of that version's weights"
         if row["version"] > 0:
             assert row["now"] > 1e-3, "training must have moved the weights for this test to mean anything"
+    assert "rollout.routing_replay: the sampler here is the learner's own model" in got["refused"]
     result, fresh = got["result"], got["fresh"]
     assert [version for version, *_ in result["evaluations"]] == [0, 3, 6]
     assert max(fresh["log_ratio_abs"]) < 1e-5 < min(result["log_ratio_abs"][1:]), "without a lag every ratio is 1"

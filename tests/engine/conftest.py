@@ -13,7 +13,7 @@ from served import START_SECONDS, Engine, engine_process, make_tiny_model
 def engine(tmp_path_factory) -> Iterator[Engine]:
     folder = tmp_path_factory.mktemp("engine")
     model = make_tiny_model(folder / "model")
-    process = engine_process(folder / "model", "--weight-version", "0")
+    process = engine_process(folder / "model", "--weight-version", "0", "--enable-return-routed-experts")
     process.start(folder / "engine.log")
     try:
         process.wait_healthy(time.monotonic() + START_SECONDS)

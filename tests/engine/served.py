@@ -1,7 +1,9 @@
 """A real SGLang server on the CPU with a tiny Qwen3-MoE, and the model it serves, held by Transformers beside it."""
 from __future__ import annotations
 
+import asyncio
 import os
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -84,6 +86,14 @@ class Engine:
 
     def client(self) -> EngineClient:
         return EngineClient(self.url, VOCAB, REQUEST_SECONDS)
+
+
+async def until_sampling(client: EngineClient) -> None:
+    """Until one request has been prefilled, so that it has at least one token."""
+    deadline = time.monotonic() + 60
+    while (await client._call("GET", "/v1/loads"))["loads"][0]["num_running_reqs"] == 0:
+        assert time.monotonic() < deadline, "the request did not start"
+        await asyncio.sleep(0.01)
 
 
 def recipe(model_dir: Path, *extra_args: str) -> recipes.RunConfig:

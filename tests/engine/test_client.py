@@ -18,6 +18,7 @@ from served import (
     join_weight_group,
     make_tiny_model,
     running,
+    until_sampling,
 )
 
 from sao_megatron.engine.client import SHORT_TURN, EngineClient, Generation
@@ -36,14 +37,6 @@ def prompts(count: int) -> list[list[int]]:
 def assert_logprobs(model, prompt: list[int], generation: Generation, temperature: float = 1.0):
     expected = hf_logprobs(model, prompt + generation.tokens, temperature)[len(prompt) - 1:]
     assert generation.logprobs == pytest.approx(expected, abs=1e-4)
-
-
-async def until_sampling(client: EngineClient) -> None:
-    """Until one request has been prefilled, so that it has at least one token."""
-    deadline = time.monotonic() + 60
-    while (await client._call("GET", "/v1/loads"))["loads"][0]["num_running_reqs"] == 0:
-        assert time.monotonic() < deadline, "the request did not start"
-        await asyncio.sleep(0.01)
 
 
 def sample(client: EngineClient, prompt: list[int], length: int, **settings):
@@ -158,12 +151,11 @@ async def test_score_is_the_live_model(engine):
 async def test_metrics_follow_the_load(engine):
     async def wanted(condition) -> None:
         deadline = time.monotonic() + 60
-        while not condition(seen := await client.metrics()):
+        while not ((seen := await client.metrics()).keys() == METRICS.keys() and condition(seen)):
             assert time.monotonic() < deadline, seen
             await asyncio.sleep(0.05)
 
     async with engine.client() as client:
-        assert (await client.metrics()).keys() == METRICS.keys()
         requests = [asyncio.create_task(sample(client, [1, 2, 3], LONG)) for _ in range(2)]
         await wanted(lambda seen: seen["running"] == 2 and seen["tokens_per_second"] > 0 and 0 < seen["cache_used"] < 1)
         await client.abort_all()
@@ -277,6 +269,25 @@ async def test_client_in_another_thread(engine):
             return await client.model_version()
 
     assert await asyncio.to_thread(lambda: asyncio.run(version())) == engine.version
+
+
+# If this fails, the oldest episodes wait behind younger ones, or an evaluation delays training: priorities are ignored.
+async def test_waiting_requests_are_taken_by_priority(engine):
+    ended = []
+
+    async def ask(client, name: str, length: int, priority: int):
+        await sample(client, [3], length, priority=priority, rid=name)
+        ended.append(name)
+    async with engine.client() as client:
+        await client.pause("in_place")  # nothing is taken before all are there
+        running = [asyncio.create_task(ask(client, f"filler {i}", 40, 5)) for i in range(64)]  # max_running_requests
+        await asyncio.sleep(0.5)
+        running += [asyncio.create_task(ask(client, name, 40, priority))
+                    for name, priority in (("evaluation", -2**40), ("young", -900), ("old", -7))]
+        await asyncio.sleep(0.5)
+        await client.resume()
+        await asyncio.gather(*running)
+    assert [name for name in ended if not name.startswith("filler")][0] == "old" and ended[-1] == "evaluation"
 
 
 # If this fails, an answer that lacks a log-prob or a version is taken for a rollout.

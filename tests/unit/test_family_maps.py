@@ -156,6 +156,14 @@ def test_layout_that_a_model_excludes_is_refused(model, parallel, message):
         layout.check(recipe, hf.canonical(PUBLISHED[model]))
 
 
+def test_routing_replay_needs_experts():
+    """If this fails, a dense model's engines die at a flag, and the run with them."""
+    recipe = configs.parse(dict(name="t", model=dict(path="m"), task=dict(name="t"), rollout=dict(routing_replay=True)))
+    layout.check(recipe, hf.canonical(PUBLISHED["GLM-4.5-Air"]))
+    with pytest.raises(UserError, match="rollout.routing_replay=true: Qwen3ForCausalLM has no experts"):
+        layout.check(recipe, hf.canonical(PUBLISHED["Qwen3-8B"]))
+
+
 def test_both_spellings_of_rope_agree():
     """If this fails, a checkpoint saved by transformers 5 is read with other frequencies than one saved by 4."""
     old = dict(rope_theta=5e5, partial_rotary_factor=0.5, rope_scaling=LLAMA3)

@@ -46,7 +46,7 @@ def folder(tmp_path):
     with Store(folder.store_path) as store:
         for step in range(25):
             add_step(store, step)
-        store.set_state("in_flight", 7)
+        store.set_state("in_flight/0", 7)
     return folder
 
 
@@ -149,6 +149,9 @@ def test_nothing_there_yet(folder, tmp_path):
     texts = shown(folder)
     assert texts["step"] == "0 of 40" and texts["run"].endswith("nothing was started yet")
     with pytest.raises(UserError, match="not the folder of a run"):
+        status.collect(tmp_path / "nowhere")
+    (tmp_path / "nowhere.submitted.yaml").touch()
+    with pytest.raises(UserError, match="its job has not begun yet: look at `squeue --me --name=nowhere"):
         status.collect(tmp_path / "nowhere")
 
 

@@ -1,0 +1,122 @@
+"""Replays the engine's routing in the policy: each token goes to the experts that the engine had sent it to (R3).
+
+Only the choice is replayed: the weights of the chosen experts are the learner's own router's, so gradients reach it as
+ever. Tokens without a recorded choice, padding too, are routed freely. Megatron-Core's routers ask an object in
+`router_replay` for their top-k; its own (transformer/moe/router_replay.py) cannot leave a token free, is one list for
+the whole process, and needs to be told when a layer is computed again, so the object here takes its place.
+"""
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sao_megatron.learner import runtime
+from megatron.core import parallel_state as ps
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.moe.moe_layer import MoELayer
+
+from sao_megatron.errors import RunError
+from sao_megatron.trajectory.packing import MicroBatch, zigzag_rows
+
+
+class Choice(NamedTuple):
+    """One layer's part of a micro-batch, for the tokens that this rank routes."""
+
+    experts: Tensor
+    """[rows, k]."""
+    recorded: Tensor
+    """bool [rows, 1]: false where `experts` means nothing."""
+
+
+class ReplayedRouter:
+    """What one router asks for its top-k."""
+
+    def __init__(self):
+        self.choice: Choice | None = None
+        """Of the micro-batch in the forward pass; None routes it freely."""
+        self.training = False
+        self._again: deque[Choice | None] = deque()
+        """Of the micro-batches whose layer is computed again in the backward pass (activation recomputation), which
+        comes in the order of the forward passes."""
+
+    def get_replay_topk(self, scores: Tensor, topk: int, num_groups=None, group_topk=None, default_compute_topk=None
+                        ) -> tuple[Tensor, Tensor]:
+        """The interface of Megatron's RouterReplay: scores [rows, experts] -> (scores [rows, k], experts [rows, k])."""
+        choice = self._this_choice()
+        values, experts = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        if choice is None:
+            return values, experts
+        experts = torch.where(choice.recorded, choice.experts.to(experts.dtype), experts)
+        return scores.gather(1, experts), experts
+
+    def _this_choice(self) -> Choice | None:
+        if not self.training:
+            return self.choice
+        if torch.is_grad_enabled():
+            return self._again.popleft() if self._again else self.choice
+        self._again.append(self.choice)  # a first pass without a graph: this layer will be computed again
+        return self.choice
+
+
+class RoutingReplay:
+    """All routers of this rank's part of a policy. From now on every micro-batch that goes through it is routed as
+    recorded. Raises RunError at a choice that the model cannot make."""
+
+    def __init__(self, model: GPTModel):
+        self.config = model.config
+        if self.config.moe_router_fusion:
+            raise ValueError("moe_router_fusion: Megatron-Core's fused router asks nobody for its top-k")
+        self.layers = [layer for layer in model.decoder.layers if isinstance(layer.mlp, MoELayer)]
+        self.routers = [ReplayedRouter() for _ in self.layers]
+        for layer, router in zip(self.layers, self.routers, strict=True):
+            layer.mlp.router.router_replay = router
+        model.register_forward_pre_hook(self._begin, with_kwargs=True)
+
+    def _begin(self, model: GPTModel, arguments: tuple, keywords: dict) -> None:
+        batch, _ = keywords["output_processor_context"]  # learner/passes.py: (DeviceBatch, Objective)
+        choices = self._choices(batch.source) if batch.source.routing is not None else [None] * len(self.routers)
+        for router, choice in zip(self.routers, choices, strict=True):
+            router.choice, router.training = choice, torch.is_grad_enabled()
+
+    def _choices(self, batch: MicroBatch) -> list[Choice]:
+        """Each layer's, for this rank's tokens."""
+        k, layers = self.config.moe_router_topk, self.config.num_layers
+        width = batch.routing.experts.shape[1]
+        if width != layers * k:
+            one = next(t for t in batch.trajectories if t.routing is not None)
+            raise RunError(f"trajectory {one.id} has {width} routed experts a token, this model {layers} layers times "
+                           f"{k}: it was recorded with another model")
+        rows = self._rows(batch)
+        columns = np.add.outer(np.array([(layer.layer_number - 1) * k for layer in self.layers], int), np.arange(k))
+        # [layers, rows, k], so that each layer's part is contiguous
+        experts = batch.routing.experts[rows[None, :, None], columns[:, None, :]]
+        experts, recorded = (torch.from_numpy(array).to(runtime.device())
+                             for array in (experts, batch.routing.recorded[rows]))
+        self._check(experts, recorded, batch, rows)
+        return [Choice(part, recorded[:, None]) for part in experts]
+
+    def _rows(self, batch: MicroBatch) -> np.ndarray:
+        """int64 [T/cp/tp]: packed positions of the tokens that this rank routes: sequence parallelism cuts a context
+        parallel rank's share into tp consecutive parts."""
+        rows = zigzag_rows(batch.cu_seqlens, ps.get_context_parallel_world_size(), ps.get_context_parallel_rank())
+        if not self.config.sequence_parallel:
+            return rows
+        return np.split(rows, ps.get_tensor_model_parallel_world_size())[ps.get_tensor_model_parallel_rank()]
+
+    def _check(self, experts: Tensor, recorded: Tensor, batch: MicroBatch, rows: np.ndarray) -> None:
+        """k different experts of the model in every layer: a dispatcher would lose count of anything else."""
+        ordered = experts.sort(-1).values
+        wrong = ((ordered[..., 1:] == ordered[..., :-1]).any(-1) | (ordered[..., -1] >= self.config.num_moe_experts)
+                 | (ordered[..., 0] < 0)) & recorded
+        if wrong.any():
+            layer, row = wrong.nonzero()[0].tolist()
+            owner, token = batch.trajectories[int(np.searchsorted(batch.last, rows[row]))], batch.positions[rows[row]]
+            raise RunError(f"trajectory {owner.id}: the engine recorded experts {experts[layer, row].tolist()} for its "
+                           f"token {token} in layer {self.layers[layer].layer_number - 1}, expected "
+                           f"{experts.shape[-1]} different ones of "
+                           f"{self.config.num_moe_experts}: set rollout.routing_replay=false if its SGLang does not "
+                           f"report the routing of this architecture")

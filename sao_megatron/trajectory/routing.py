@@ -1,0 +1,46 @@
+"""Which experts an engine chose for each token, so that the learner can choose the same ones (docs/routing-replay.md).
+
+A row belongs to the forward pass of one token, the pass that predicts the next token: a trajectory's last token has
+none. A row that is not recorded is routed freely by the learner.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """Rows of consecutive tokens. Raises ValueError where the two arrays do not fit."""
+
+    experts: np.ndarray
+    """uint8, or int16 where an id exceeds 255: [rows, layers·k], layer by layer the k experts of each. Every layer has
+    its columns, those of layers without experts mean nothing."""
+    recorded: np.ndarray
+    """bool [rows]: false where `experts` means nothing."""
+
+    def __post_init__(self):
+        if self.experts.ndim != 2 or self.recorded.shape != self.experts.shape[:1]:
+            raise ValueError(f"routing: experts has shape {self.experts.shape} and recorded {self.recorded.shape}, "
+                             f"expected (rows, layers·k) and (rows,)")
+
+    def __len__(self) -> int:
+        return len(self.recorded)
+
+
+def narrow(experts: np.ndarray) -> np.ndarray:
+    """uint8 if all ids fit, else int16."""
+    return experts.astype(np.uint8 if experts.max(initial=0) < 256 else np.int16)
+
+
+def merge(parts: list[tuple[np.ndarray | slice, Routing]], length: int) -> Routing | None:
+    """One Routing of `length` rows: each part at its place, the rest not recorded. None of no parts."""
+    if not parts:
+        return None
+    kinds = [part.experts.dtype for _, part in parts]
+    experts = np.zeros((length, parts[0][1].experts.shape[1]), np.result_type(*kinds))
+    recorded = np.zeros(length, bool)
+    for where, part in parts:
+        experts[where], recorded[where] = part.experts, part.recorded
+    return Routing(experts, recorded)
