@@ -412,10 +412,10 @@ except SandboxError as error:
 """
 
 
-def in_namespace(*options, before="true"):
-    """Output of ONE_CELL in a user namespace that `unshare` makes with `options`, after the command `before`."""
+def in_namespace(*options, before="true", code=None):
+    """Output of `code` (ONE_CELL) in a user namespace that `unshare` makes with `options`, after `before`."""
     return subprocess.run(["unshare", "--user", *options, "sh", "-c", f'{before}; exec "$0" -c "$1"', sys.executable,
-                           ONE_CELL], capture_output=True, text=True).stdout
+                           code or ONE_CELL], capture_output=True, text=True).stdout
 
 
 # If one fails, the sandbox does not start in a container that has one user only, or a fork bomb goes off there.
@@ -441,3 +441,20 @@ async def test_without_root(pool):
 async def test_refused_where_it_cannot_isolate(pool):
     output = in_namespace("--map-root-user", before="echo 0 > /proc/sys/user/max_user_namespaces")
     assert output.startswith("this machine cannot isolate a sandbox: ")
+
+
+PREPARE = """
+from sao_megatron import config, errors, launcher
+for task in ("guess_number", "coding"):
+    try:
+        launcher.check_sandbox(config.parse({"name": "x", "model": {"path": "m"}, "task": {"name": task}}))
+        print(task, "may run")
+    except errors.UserError as error:
+        print(error)
+"""
+
+
+# If this fails, a run that needs a sandbox starts where it cannot have one, or any other run is refused there.
+async def test_run_refused_where_it_cannot_isolate(pool):
+    lines = in_namespace("--map-root-user", before="echo 0 > /proc/sys/user/max_user_namespaces", code=PREPARE)
+    assert lines.startswith("guess_number may run\ntask coding runs a model's code, and this machine cannot isolate")
