@@ -1,6 +1,7 @@
 """Tasks that talk and run code, over a real chat template, tokenizer and sandbox; what the model says is scripted."""
 import asyncio
 import json
+from pathlib import Path
 
 import chat_folder
 import pytest
@@ -177,6 +178,19 @@ def test_bfcl_failure(folder):
     evil = call("pwd", **{"x": "__import__('os').system('touch /tmp/escaped')"})
     _, steps = talk("bfcl", {}, folder, evil, call("rm_everything"), "It is done.", prompt=dialogue, module=BFCL)
     assert steps[-1].done and steps[-1].reward == 0 and steps[-1].info == {"solved": False, "requests_right": 0}
+
+
+# If this fails, dialogues need services that were not asked for, or a model without a template of calls cannot be used.
+def test_bfcl_of_some_services_with_another_template(tmp_path):
+    plain = chat_folder.save(tmp_path, "forgetful")
+    template = Path(__file__).parents[2] / "configs" / "chatml-tools.jinja"
+    task = load_task("bfcl", {"services": ["MathAPI", "GorillaFileSystem"], "held_out": 3,
+                              "chat_template": str(template)}, plain, Pool(Limits(), 1, 1, 0, []))
+    rows = [task.prompt(index).data for index in range(30)]
+    assert {service for row in rows for service in row["involved_classes"]} == {"MathAPI", "GorillaFileSystem"}
+    assert len({row["id"] for row in rows}) == 13 + 12 - 3
+    with pytest.raises(UserError, match="chat_template nowhere.jinja does not exist"):
+        load_task("bfcl", {"chat_template": "nowhere.jinja"}, plain)
 
 
 # If this fails, a game's words do not reach the model, or winning is not rewarded.

@@ -33,8 +33,9 @@ class Coding(ChatTask):
     name = "coding"
 
     def __init__(self, model_dir: str | Path | None, sandbox: Sandbox | None, prompts: str | None = None,
-                 evaluation_prompts: str | None = None, held_out: int = 0, seed: int = 0, tries: int = 1):
-        super().__init__(model_dir)
+                 evaluation_prompts: str | None = None, held_out: int = 0, seed: int = 0, tries: int = 1,
+                 chat_template: str | None = None):
+        super().__init__(model_dir, chat_template=chat_template)
         if tries < 1:
             raise ValueError(f"tries={tries}: expected at least 1")
         self.sandbox, self.max_turns = sandbox, tries

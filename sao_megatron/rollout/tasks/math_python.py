@@ -49,10 +49,10 @@ class MathPython(ChatTask):
     def __init__(self, model_dir: str | Path | None, sandbox: Sandbox | None, prompts: str, question: str = "question",
                  answer: str = "answer", evaluation_prompts: str | None = None, held_out: int = 0, seed: int = 0,
                  tools: Literal["calls", "blocks"] = "calls", calls: int = 8, system: str | None = None,
-                 tool_parser: str | None = None):
+                 tool_parser: str | None = None, chat_template: str | None = None):
         if tools not in SYSTEM:
             raise ValueError(f"tools={tools!r}: expected calls or blocks")
-        super().__init__(model_dir, tool_parser)
+        super().__init__(model_dir, tool_parser, chat_template)
         if tools == "calls":
             self.check_calls(sandbox)
         self.sandbox, self.tools, self.max_turns = sandbox, tools, calls + 1
