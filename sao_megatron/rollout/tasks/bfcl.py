@@ -49,7 +49,8 @@ class Bfcl(ChatTask):
 
     `category` is base, miss_param (the person forgets to say something at first) or long_context: 200 dialogues each,
     of which `held_out` are for evaluation; with `services` (GorillaFileSystem, MathAPI, MessageAPI, TicketAPI,
-    TradingBot, TravelAPI, TwitterAPI, VehicleControlAPI) those that need no others. The prompt holds the tools' descriptions: 3,000 to 10,000 tokens.
+    TradingBot, TravelAPI, TwitterAPI, VehicleControlAPI) those that need no others. The prompt holds the tools'
+    descriptions: 3,000 to 10,000 tokens.
     """
 
     def __init__(self, model_dir: str | Path | None, sandbox: Sandbox | None,
