@@ -54,12 +54,19 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, model_dir: str | Path | None, tool_parser: str | None = None,
-             **options) -> ChatTemplate:
-        """Of an HF folder. Raises UserError where it has no tokenizer, no template or no stop token."""
+             chat_template: str | Path | None = None, **options) -> ChatTemplate:
+        """Of an HF folder. Raises UserError where it has no tokenizer, no template or no stop token.
+
+        `chat_template`: a .jinja file in place of its own.
+        """
         from transformers import AutoTokenizer
         if model_dir is None:
             raise UserError("a chat needs a tokenizer: give model.path a folder that has one")
         tokenizer = AutoTokenizer.from_pretrained(model_dir)
+        if chat_template is not None:
+            if not Path(chat_template).is_file():
+                raise UserError(f"chat_template {chat_template} does not exist: give a .jinja file")
+            tokenizer.chat_template = Path(chat_template).read_text()
         if not isinstance(tokenizer.chat_template, str):
             raise UserError(f"the tokenizer of {model_dir} has no chat template: put a chat_template.jinja beside it")
         stops = _stop_token_ids(Path(model_dir), tokenizer)
