@@ -110,8 +110,8 @@ def sync(path: Path) -> None:
 
 def check_same_run(before: RunConfig, now: RunConfig) -> None:
     """Raise UserError naming the keys in which a run's config differs though it must not when the run goes on."""
-    changed = list(_differences(before.model_dump(mode="json", exclude=MAY_CHANGE),
-                                now.model_dump(mode="json", exclude=MAY_CHANGE)))
+    changed = list(_differences(*(config.model_dump(mode="json", exclude=MAY_CHANGE) | {
+        "rollout": {"redundancy": config.rollout.redundancy}} for config in (before, now))))  # part of a group's size
     if changed:
         raise UserError(f"a run that goes on cannot change {', '.join(changed)}: start a new run for that "
                         f"(it may change {', '.join(sorted(MAY_CHANGE - {'name', 'runs_dir'}))})")

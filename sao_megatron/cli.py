@@ -41,6 +41,13 @@ Fill a store with trajectories, without a learner: as many as the recipe's steps
 
 example:
   sao-megatron rollout configs/guess-number-cpu.yaml name=recorded 'model={path: some/qwen3-moe, dtype: float32}'"""
+_EVALUATE = """\
+Play the evaluation sets of one or more tasks with a checkpoint's weights, without a learner, and show solve rates,
+pass@k and avg@n. Starts its engines and ends them; outputs go to runs/evaluate-<time>/.
+
+examples:
+  sao-megatron evaluate runs/first/hf guess_number --episodes 64 --samples 4
+  sao-megatron evaluate runs/first/hf tasks/mine.py:Mine evaluation.sets.Mine.task.options.level=3 engine.count=2"""
 _REPLAY = """\
 Train on the trajectories that a run has recorded, in the batches in which it trained on them, without engines and
 controller. With the same recipe it makes the same weights, bit for bit where arithmetic is deterministic (on a CPU).
@@ -149,6 +156,12 @@ def _parser() -> argparse.ArgumentParser:
     continued.add_argument("run_dir", type=Path, help="the run's folder, such as runs/first")
     filled = verb("rollout", _rollout, _ROLLOUT, "fill a store with trajectories, without a learner")
     filled.add_argument("recipe", type=Path, help="YAML file, such as configs/guess-number-cpu.yaml")
+    evaluated = verb("evaluate", _evaluate, _EVALUATE, "play evaluation sets with a checkpoint, without a learner")
+    evaluated.add_argument("checkpoint", type=Path, help="HF folder, such as runs/<name>/hf")
+    evaluated.add_argument("words", nargs="+", metavar="task | key=value",
+                           help="tasks by name or path/to/file.py:Class, and values of a recipe")
+    evaluated.add_argument("--episodes", type=int, default=256, help="prompts of each task (default: %(default)s)")
+    evaluated.add_argument("--samples", type=int, default=1, help="episodes of each prompt (default: %(default)s)")
     replayed = verb("replay", _replay, _REPLAY, "train on recorded trajectories, without engines")
     replayed.add_argument("recipe", type=Path, help="YAML file, such as configs/guess-number-cpu.yaml")
     replayed.add_argument("--trajectories", type=Path, required=True,
@@ -172,6 +185,7 @@ def _parser() -> argparse.ArgumentParser:
         role.add_argument("run_dir", type=Path, help="the run's folder, such as runs/first")
     roles[0].add_argument("--index", type=int, required=True, help="which of the run's engines, from 0")
     roles[1].add_argument("--index", type=int, required=True, help="which of the run's sandbox servers, from 0")
+    roles[2].add_argument("--index", type=int, help="only this one of rollout.controllers, from 0")
     look = roles[-1]
     look.add_argument("--html", type=Path, metavar="out.html", help="write a page instead of printing")
     look.add_argument("--compare", type=Path, metavar="run_dir", help="another run's folder, to stand beside it")
@@ -211,6 +225,15 @@ def _rollout(arguments) -> None:
     launcher.rollout(arguments.recipe, arguments.overrides)
 
 
+def _evaluate(arguments) -> None:
+    from sao_megatron import launcher
+    tasks = [word for word in arguments.words if "=" not in word]
+    if not tasks:
+        raise UserError("evaluate needs a task, such as guess_number or path/to/file.py:Class")
+    launcher.evaluate(arguments.checkpoint, tasks, arguments.episodes, arguments.samples,
+                      [word for word in arguments.words if "=" in word])
+
+
 def _replay(arguments) -> None:
     from sao_megatron import launcher
     launcher.replay(arguments.recipe, arguments.overrides, arguments.trajectories)
@@ -228,7 +251,7 @@ def _sandbox(arguments) -> None:
 
 def _controller(arguments) -> None:
     from sao_megatron import roles
-    roles.controller(arguments.run_dir)
+    roles.controller(arguments.run_dir, arguments.index)
 
 
 def _learner(arguments) -> None:

@@ -48,16 +48,23 @@ def rollout(recipe: Path, overrides: list[str]) -> None:
     if config.model.path is None:
         raise UserError("rollout: model.fresh has no weights that an engine could load (a learner makes them): "
                         "give model.path, such as the hf folder of a run")
-    _check_head(config.model.path)
     _new_run(config)
 
 
-def _check_head(model_dir: Path) -> None:
+def evaluate(checkpoint: Path, tasks: list[str], episodes: int, samples: int, overrides: list[str]) -> None:
+    """Play the evaluation sets of `tasks` with the weights of an HF folder, without a learner, and show the results."""
     from sao_megatron.weights.hf import read_config
-    hf_config = read_config(model_dir)
-    if "Qwen3MoeForCausalLM" in hf_config.get("architectures", ()) and hf_config["tie_word_embeddings"]:
-        raise UserError(f"rollout: {model_dir} ties its head to the embeddings (tie_word_embeddings), which SGLang "
-                        "ignores in a Qwen3-MoE that it loads by itself: give a checkpoint with an lm_head.weight")
+    sets = {name.rpartition(":")[2]: {"task": {"name": name}, "episodes": episodes} for name in tasks}
+    recipe = {"name": f"evaluate-{time.strftime('%Y%m%d-%H%M%S')}", "mode": "rollout",
+              "model": {"path": str(checkpoint), "dtype": _dtype(read_config(checkpoint))},
+              "evaluation": {"only": True, "samples": samples, "sets": sets}}
+    recipe = run_config.overridden(recipe, overrides)
+    _new_run(run_config.parse(recipe | {"task": sets[next(iter(sets))]["task"]}, "evaluate"))
+
+
+def _dtype(hf_config: dict) -> str:
+    stored = hf_config.get("dtype") or hf_config.get("torch_dtype")
+    return stored if stored in ("float32", "bfloat16") else "bfloat16"
 
 
 def replay(recipe: Path, overrides: list[str], trajectories: Path) -> None:
@@ -73,6 +80,7 @@ def _new_run(config: RunConfig, recorded: Path | None = None, slurm: bool = Fals
     progress.note(f"checking the recipe; outputs go to {folder.path}")
     _claim(folder)
     try:
+        config = _loadable(config, folder)
         prepare(config, folder)
         placement = _place(config, folder, slurm)
         if recorded:
@@ -87,6 +95,16 @@ def _new_run(config: RunConfig, recorded: Path | None = None, slurm: bool = Fals
 
 def _progress(config: RunConfig, folder: RunFolder) -> Progress:
     return Progress(config.total_steps, journal=Events(folder.events_path))
+
+
+def _loadable(config: RunConfig, folder: RunFolder) -> RunConfig:
+    """Where engines load `model.path` by themselves: from a folder of which they can."""
+    from sao_megatron.weights.untied import needs_head, untie
+    path = config.model.path
+    if config.mode != "rollout" or path is None or not path.is_dir() or not needs_head(path):
+        return config
+    model = config.model.model_copy(update={"path": untie(path, folder.path / "untied")})
+    return config.model_copy(update={"model": model})
 
 
 def _claim(folder: RunFolder) -> None:
@@ -168,7 +186,11 @@ def _run(config: RunConfig, folder: RunFolder, placement: Placement, progress: P
         progress.event("end", folder.path.name, "interrupted")
         raise
     progress.event("end", folder.path.name, "finished")
-    summary.show(summary.write_summary(folder.path))
+    written = summary.write_summary(folder.path)
+    if config.evaluation.only:
+        summary.show_evaluations(written)
+    else:
+        summary.show(written)
 
 
 def _watch(config: RunConfig, folder: RunFolder, placement: Placement, progress: Progress) -> None:
@@ -203,6 +225,9 @@ def prepare(config: RunConfig, folder: RunFolder) -> None:
     value_head.check(config, hf_config)
     writers.check(config)
     check_task(config, load_task(config.task.name, config.task.options, model_dir), hf_config["vocab_size"])
+    for name, one in config.evaluation.sets.items():
+        _check_vocabulary(f"evaluation.sets.{name}", load_task(one.task.name, one.task.options, model_dir),
+                          hf_config["vocab_size"])
     run_config.save(config, folder.config_path)
 
 
@@ -213,15 +238,22 @@ def check_algorithm(config: RunConfig) -> None:
         preset = presets.resolve(config.algorithm.preset, **choices)
         presets.check_batch(preset, config.batch.trajectories, config.batch.mini_batches)
         presets.check_context(preset, config.parallel.cp)
+        if config.rollout.redundancy and preset.rollouts_per_prompt == 1:
+            raise ValueError(f"rollout.redundancy={config.rollout.redundancy} is for groups, preset {preset.name} has "
+                             f"single rollouts (rollouts_per_prompt=1): set rollout.redundancy=0")
     except ValueError as error:
         raise UserError(f"algorithm: {error}") from None
 
 
-def check_task(config: RunConfig, task, vocab_size: int) -> None:
+def _check_vocabulary(key: str, task, vocab_size: int) -> None:
     if task.vocab_size > vocab_size:
-        raise UserError(f"task.name: {config.task.name} uses token ids up to {task.vocab_size - 1}, the model's "
+        raise UserError(f"{key}: {task.name} uses token ids up to {task.vocab_size - 1}, the model's "
                         f"vocabulary has {vocab_size} (vocab_size of its config.json): choose a model with at least "
                         f"{task.vocab_size}")
+
+
+def check_task(config: RunConfig, task, vocab_size: int) -> None:
+    _check_vocabulary("task.name", task, vocab_size)
     if config.warmup.steps:
         try:
             next(iter(task.demonstrations(1, config.seed)))

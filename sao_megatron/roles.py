@@ -4,13 +4,17 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import json
+import logging
 import os
 import signal
+import subprocess
+import sys
 import time
-from contextlib import AsyncExitStack
+from collections.abc import Coroutine
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from sao_megatron.child import end_with_parent
 from sao_megatron.config import RunConfig
 from sao_megatron.errors import RunError, UserError
 from sao_megatron.run_folder import RunFolder
@@ -29,29 +33,78 @@ def engine(run_dir: Path, index: int) -> None:
     os.execvpe(command[0], command, os.environ | engine_environment(gpu, config.engine.tp))
 
 
-def controller(run_dir: Path) -> None:
-    """Run episodes until the learner has finished and the last evaluation is recorded."""
+def controller(run_dir: Path, index: int | None = None) -> None:
+    """Run episodes until the learner has finished and the last evaluation is recorded.
+
+    `index`: as this one of `rollout.controllers`; without, this process is number 0 and starts the others, so that all
+    share its host and with it the store. When one fails, all end. Raises RunError.
+    """
     folder = RunFolder(run_dir)
     config = folder.config()
+    if index is not None and not 0 <= index < config.rollout.controllers:
+        raise UserError(f"--index {index}: the run has rollout.controllers={config.rollout.controllers}, so 0 to "
+                        f"{config.rollout.controllers - 1}")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", force=True)
+    command = [sys.executable, "-m", "sao_megatron.cli", "controller", str(run_dir), "--index"]
+    others = [] if index is not None else [
+        subprocess.Popen([*command, str(other)], preexec_fn=end_with_parent)
+        for other in range(1, config.rollout.controllers)]
     from sao_megatron.trajectory.store import Store
-    with Store(folder.store_path) as store:
-        asyncio.run(_control(folder, config, store))
+    try:
+        with Store(folder.store_path) as store:
+            asyncio.run(_beside(others, _control(folder, config, store, index or 0)))
+    finally:
+        for other in others:
+            other.terminate()
+            other.wait()
 
 
-async def _control(folder: RunFolder, config: RunConfig, store) -> None:
+async def _beside(others: list[subprocess.Popen], own: Coroutine) -> None:
+    """Await `own` and the end of the other controllers; the first failure ends it."""
+    working = asyncio.create_task(own)
+    while not working.done() or any(other.poll() is None for other in others):
+        if failed := [number for number, other in enumerate(others, 1) if other.poll()]:
+            working.cancel()
+            await asyncio.wait([working])
+            raise RunError(f"controller {failed[0]} of {len(others) + 1} failed: its error is in this log")
+        if working.done() and working.exception():
+            break
+        await asyncio.wait([working], timeout=0.5)
+        if working.done():
+            await asyncio.sleep(0.1)
+    working.result()
+
+
+async def _control(folder: RunFolder, config: RunConfig, store, index: int) -> None:
     from sao_megatron.engine.client import EngineClient
     from sao_megatron.rollout.controller import run_controller
     from sao_megatron.rollout.engine_metrics import watch_engines
+    from sao_megatron.rollout.evaluate import evaluation_sets
     # Read directly: weights.hf would import torch, which this process does without.
     vocab_size = json.loads((folder.model_dir(config) / "config.json").read_text())["vocab_size"]
-    async with AsyncExitStack() as stack:
-        clients = [await stack.enter_async_context(EngineClient(url, vocab_size, config.rollout.request_timeout))
-                   for url in folder.engine_urls()]
+    clients: dict[str, EngineClient] = {}
+
+    def listed() -> list[EngineClient]:
+        """Of the engines that engines.json names now."""
+        urls = folder.engine_urls()
+        for url in urls:
+            if url not in clients:
+                clients[url] = EngineClient(url, vocab_size, config.rollout.request_timeout)
+        return [clients[url] for url in urls]
+
+    looking: list[asyncio.Task] = []
+    try:
         deadline = time.monotonic() + config.engine.start_timeout
-        await _first(_healthy(client, deadline, config.engine.start_timeout) for client in clients)
-        looking = asyncio.create_task(watch_engines(clients, store))
-        stack.callback(looking.cancel)
-        await run_controller(config, _task(folder, config), store, clients)
+        await _first(_healthy(client, deadline, config.engine.start_timeout) for client in listed())
+        task = _task(folder, config)
+        sets = evaluation_sets(config, task, folder.model_dir(config))
+        if index == 0:
+            looking.append(asyncio.create_task(watch_engines(listed, store)))
+        await run_controller(config, task, store, listed(), index=index, sets=sets, find_clients=listed)
+    finally:
+        for watching in looking:
+            watching.cancel()
+        await asyncio.gather(*(client.close() for client in clients.values()))
 
 
 async def _first(waits) -> None:

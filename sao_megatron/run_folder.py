@@ -108,7 +108,10 @@ class RunFolder:
         return json.loads(self.engines_path.read_text())
 
     def place_engines(self, urls: list[str]) -> None:
-        self.engines_path.write_text(json.dumps(urls, indent=2) + "\n")
+        """At once: learner and controllers read the list again and again."""
+        part = self.engines_path.with_suffix(".part")
+        part.write_text(json.dumps(urls, indent=2) + "\n")
+        part.rename(self.engines_path)
 
     def place_sandboxes(self, urls: list[str]) -> None:
         """With a new token: servers that are left of an earlier start do not take it."""

@@ -225,7 +225,9 @@ class Watch:
             return "learner finished; waiting for the last evaluation and the export"
         if (paused := RunFolder(self._config.run_dir).paused_path).exists():
             return f"paused until {paused} is deleted: {paused.read_text().strip()}"
-        ready, in_flight = self._store.counts()["ready"], self._store.get_state("in_flight", 0)
+        if self._config.evaluation.only:
+            return "evaluating"
+        ready, in_flight = self._store.counts()["ready"], self._store.sum_of("in_flight")
         batch = self._config.batch.trajectories
         if not self._plan.learners:
             return f"{ready} of {self._config.total_steps * batch} trajectories, {in_flight} episodes in flight"

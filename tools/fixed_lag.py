@@ -144,7 +144,7 @@ class FixedLag:
 
     def _evaluate(self, result: dict) -> None:
         prompts = self.task.evaluation_prompts(self.config.evaluation.episodes)
-        settings = EpisodeSettings.of(self.config, temperature=1.0, rollouts_per_prompt=1)
+        settings = EpisodeSettings.of(self.config, temperature=1.0, group=1)
         outcomes = _outcomes(self._sample(self._weights(), self.version, settings, prompts))
         result["evaluations"].append([self.version, round(outcomes["solved"], 4), round(outcomes["malformed"], 4)])
 

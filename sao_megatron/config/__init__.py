@@ -12,11 +12,12 @@ from sao_megatron.config.algorithm import (
     WarmupSection,
 )
 from sao_megatron.config.cluster import ClusterSection, ContainerSection, Placement, placement
-from sao_megatron.config.loading import load, parse, save
+from sao_megatron.config.loading import load, overridden, parse, save
 from sao_megatron.config.model import ModelSection, ParallelSection
 from sao_megatron.config.rollouts import (
     EngineSection,
     EvaluationSection,
+    EvaluationSetSection,
     PublicationSection,
     RolloutSection,
     TaskSection,
@@ -38,6 +39,7 @@ __all__ = [
     "CriticSection",
     "EngineSection",
     "EvaluationSection",
+    "EvaluationSetSection",
     "ModelSection",
     "ParallelSection",
     "Placement",
@@ -51,6 +53,7 @@ __all__ = [
     "WarmupSection",
     "WritersSection",
     "load",
+    "overridden",
     "parse",
     "placement",
     "save",

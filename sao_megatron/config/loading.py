@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -35,9 +35,14 @@ def load(path: str | Path, overrides: list[str] = ()) -> RunConfig:
         raise UserError(f"recipe {path} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(data, dict):
         raise UserError(f"recipe {path} must be a mapping of sections, got {type(data).__name__}")
+    return parse(overridden(data, overrides), str(path))
+
+
+def overridden(data: dict, overrides: list[str]) -> dict:
+    """`data` itself, changed by `a.b=value` overrides. Raises UserError."""
     for override in overrides:
         _override(data, override)
-    return parse(data, str(path))
+    return data
 
 
 def _override(data: dict, override: str) -> None:
@@ -79,7 +84,7 @@ def parse(data: dict, source: str = "config") -> RunConfig:
 def _known_keys(location: tuple) -> list[str]:
     model: Any = RunConfig
     for part in location:
-        model = model.model_fields[part].annotation
+        model = get_args(model)[1] if get_origin(model) is dict else model.model_fields[part].annotation
     return list(model.model_fields)
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from sao_megatron.config.section import Section
 
@@ -21,13 +21,20 @@ class RolloutSection(Section):
     max_token_lag: int | None = Field(None, ge=0)
     """Last resort: a trajectory with a token older than this is dropped, and counted, instead of trained."""
     concurrency: int = Field(256, ge=1)
-    """Most episodes in flight."""
+    """Most episodes in flight, of all controllers together."""
+    controllers: int = Field(1, ge=1)
+    """Controller processes, which deal the prompts in turn: for fleets that one process cannot feed."""
+    redundancy: int = Field(0, ge=0)
+    """Rollouts of a group beyond rollouts_per_prompt: the first rollouts_per_prompt that end are trained, the others
+    cancelled. That favours short ones (docs/pacing.md)."""
     max_new_tokens: int = Field(1024, ge=1)
     """Most tokens sampled in one turn."""
     max_tokens: int = Field(32768, ge=2)
     """Longest trajectory, all its segments together; a longer one ends as `truncated`."""
     request_timeout: float = Field(600.0, gt=0)
-    """Seconds for one generation request."""
+    """Seconds for one generation request (of at most request_tokens)."""
+    request_tokens: int = Field(4096, ge=1)
+    """Most tokens of one request; a longer turn is asked for in pieces, so that an engine that dies loses no more."""
     starvation_timeout: float = Field(3600.0, gt=0)
     """Seconds that the learner waits for one batch of trajectories before it gives up."""
     environment_retries: int = Field(2, ge=0)
@@ -35,11 +42,50 @@ class RolloutSection(Section):
     routing_replay: bool = False
     """Record which experts the engine routes each token to, and train the policy with the same ones
     (docs/routing-replay.md)."""
+    quarantine_after: int = Field(3, ge=0)
+    """A prompt of which the episodes failed in this many groups, with no success between, is not played any more and is
+    counted; 0 = never."""
+
+    @model_validator(mode="after")
+    def _enough_for_each_controller(self):
+        if self.concurrency < self.controllers:
+            raise ValueError(f"concurrency={self.concurrency} leaves some of controllers={self.controllers} without an "
+                             f"episode: at least one each")
+        return self
+
+
+class EvaluationSetSection(Section):
+    task: TaskSection
+    episodes: int = Field(ge=1)
+    """Prompts of the task's fixed evaluation set."""
+    samples: int | None = Field(None, ge=1)
+    """Episodes of each prompt, if not evaluation.samples."""
+    weight: float = Field(1.0, gt=0)
+    """In the mean over all sets."""
 
 
 class EvaluationSection(Section):
     episodes: int = Field(0, ge=0)
-    """Episodes of the fixed evaluation set, before the first and after the last step; 0 = none."""
+    """Prompts of the run's own task's fixed evaluation set, played before the first and after the last step; 0 = none.
+    """
+    sets: dict[str, EvaluationSetSection] = {}
+    """Further sets by name, of any tasks."""
+    samples: int = Field(1, ge=1)
+    """Episodes of each prompt: avg@samples, and pass@k for k = 1, 2, 4 … samples."""
+    every: int = Field(0, ge=0)
+    """Also after every so many policy updates, beside the training episodes and behind them in the engines' queues;
+    0 = never."""
+    pinned: bool = False
+    """An evaluation within the run belongs to one version: the learner waits for it before it trains on. Without, the
+    weights change under it, and the record says from which to which version."""
+    temperature: float = Field(1.0, ge=0)
+    only: bool = False
+    """With mode=rollout: evaluate and record no trajectories (the verb `evaluate`)."""
+
+    @property
+    def count(self) -> int:
+        """Number of sets."""
+        return len(self.sets) + bool(self.episodes)
 
 
 class EngineSection(Section):

@@ -34,11 +34,11 @@ HEALTH_SECONDS = 5.0
 
 
 class EngineClient:
-    """One engine, inside `async with`.
+    """One engine; `close` it in the end, or use `async with`.
 
     `url` is http://host:port, `vocab_size` bounds the ids that may be sent, `timeout` (seconds) bounds every request.
-    Every method raises RunError where the engine does not answer in time, or refuses, and EngineGone, a RunError too,
-    where it cannot be reached or its server fails.
+    Every method raises RunError where the engine refuses, and EngineGone, a RunError too, where it cannot be reached,
+    does not answer in time, or its server fails.
     """
 
     def __init__(self, url: str, vocab_size: int, timeout: float):
@@ -48,20 +48,32 @@ class EngineClient:
         self._sending: set[asyncio.Task] = set()
 
     async def __aenter__(self) -> EngineClient:
-        # The server drops a connection that was idle for 5 s; a request just then would fail, so we drop it first.
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
-        self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=self.timeout))
         return self
 
     async def __aexit__(self, *_exception) -> None:
-        await self._session.close()  # ends what is still on its way with an error
+        await self.close()
+
+    async def close(self) -> None:
+        """Ends what is still on its way with an error."""
+        if self._session is not None:
+            await self._session.close()
+
+    @property
+    def session(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            # The server drops a connection that was idle for 5 s; a request just then would fail: we drop it first.
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
+            self._session = aiohttp.ClientSession(connector=connector,
+                                                  timeout=aiohttp.ClientTimeout(total=self.timeout))
+        return self._session
 
     # Tokens
 
     async def generate(self, input_ids: list[int], *, max_new_tokens: int, temperature: float,
-                       stop_token_ids: list[int], rid: str | None = None,
+                       stop_token_ids: list[int], rid: str | None = None, priority: int = 0,
                        routing_from: int | None = None) -> Generation:
-        """Sample until a stop token or `max_new_tokens`. `rid` names the request for `abort`.
+        """Sample until a stop token or `max_new_tokens`. `rid` names the request for `abort`. Of requests that wait for
+        a place, the engine takes that of the highest `priority` first.
 
         `routing_from`: also return which experts every token from this position on, the last one left out, was routed
         to; at most len(input_ids), and only from engines that run with rollout.routing_replay.
@@ -69,8 +81,9 @@ class EngineClient:
         published are a RunError.
         """
         self._check_ids(input_ids)
-        request = {"input_ids": list(input_ids), "rid": rid, "return_logprob": True, "sampling_params": {
-            "max_new_tokens": max_new_tokens, "temperature": temperature, "stop_token_ids": stop_token_ids}}
+        request = {"input_ids": list(input_ids), "rid": rid, "priority": priority, "return_logprob": True,
+                   "sampling_params": {"max_new_tokens": max_new_tokens, "temperature": temperature,
+                                       "stop_token_ids": stop_token_ids}}
         if routing_from is not None:  # SGLang takes one start for all requests of a POST, so this one goes alone
             request |= {"return_routed_experts": True, "routed_experts_start_len": routing_from}
         short = max_new_tokens <= SHORT_TURN and rid is None and routing_from is None
@@ -174,7 +187,7 @@ class EngineClient:
         """Whether the engine answers /health with 200 within HEALTH_SECONDS; False for an engine that is away."""
         try:
             timeout = aiohttp.ClientTimeout(total=HEALTH_SECONDS)
-            async with self._session.get(f"{self.url}/health", timeout=timeout) as response:
+            async with self.session.get(f"{self.url}/health", timeout=timeout) as response:
                 return response.status == 200
         except (aiohttp.ClientError, TimeoutError):
             return False
@@ -217,6 +230,7 @@ class EngineClient:
         try:
             replies = await self._post("/generate", {
                 "input_ids": [request["input_ids"] for request, _ in requests], "return_logprob": True,
+                "priority": max(request["priority"] for request, _ in requests),
                 "sampling_params": [request["sampling_params"] for request, _ in requests]})
             self._read("/generate", replies, check_batch, len(requests))
         except RunError as error:
@@ -235,10 +249,10 @@ class EngineClient:
     async def _call(self, method: str, path: str, body: dict | None = None) -> Any:
         """JSON of the answer, or its text where that is not JSON."""
         try:
-            async with self._session.request(method, self.url + path, json=body) as response:
+            async with self.session.request(method, self.url + path, json=body) as response:
                 status, text = response.status, await response.text()
         except TimeoutError:
-            raise RunError(f"engine {self.url} did not answer {path} within {self.timeout:g} s: is it paused, "
+            raise EngineGone(f"engine {self.url} did not answer {path} within {self.timeout:g} s: is it paused, "
                            f"or waiting for a rank that is gone?") from None
         except aiohttp.ClientError as error:
             raise EngineGone(f"engine {self.url} could not be asked {path}: {type(error).__name__}: {error}; "

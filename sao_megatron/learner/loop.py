@@ -27,7 +27,7 @@ from sao_megatron.learner.speed import Speed
 from sao_megatron.learner.trainer import StepResult, Trainer
 from sao_megatron.run_folder import RunFolder
 from sao_megatron.telemetry.records import Recorded, Recorder
-from sao_megatron.trajectory.store import Store
+from sao_megatron.trajectory.store import Store, within
 from sao_megatron.trajectory.types import Trajectory, decode, encode
 from sao_megatron.trajectory.versions import version_of
 from sao_megatron.weights import hf
@@ -36,6 +36,7 @@ from sao_megatron.weights.shards import save_hf
 
 log = logging.getLogger("learner")
 PAUSE = 5.0  # seconds between two looks at whether the run is still paused
+LOOK = 1.0  # seconds between two looks at whether the weights are evaluated
 
 
 def main(config: RunConfig, run_dir: Path, task) -> None:
@@ -165,7 +166,8 @@ class Learner:
             return False
         result = self.trainer.train_step(trajectories, self.version, update_policy, self.clock.phase)
         recorded = self._record(step, trajectories, result)
-        metrics = result.metrics | batch_metrics(trajectories, self.version) | {"policy_updated": update_policy}
+        metrics = result.metrics | batch_metrics(trajectories, self.version) | {
+            "policy_updated": update_policy, "publication/paused": self.publisher.paused if self.publisher else 0.0}
         if self.config.rollout.routing_replay:
             metrics["routing/replayed"] = replayed_share(trajectories)
         self.updates += update_policy
@@ -218,6 +220,10 @@ class Learner:
                 deadline += PAUSE
                 time.sleep(PAUSE)
                 message: list = [[]]
+            elif self.is_head and self._awaits_evaluation():
+                deadline += LOOK
+                time.sleep(LOOK)
+                message = [[]]
             else:
                 message = [self._poll(step, deadline) if self.is_head else None]
             dist.broadcast_object_list(message, src=0)
@@ -229,6 +235,16 @@ class Learner:
             if self.publisher:
                 self.publisher.publish(self.version)  # to engines that came back meanwhile
 
+    def _awaits_evaluation(self) -> bool:
+        """Whether the weights as they are must be evaluated before they may change (evaluation.pinned)."""
+        section = self.config.evaluation
+        if not (section.pinned and section.every and self.publisher and section.count):
+            return False
+        due = 0 < self.updates < self.config.steps and self.updates % section.every == 0
+        if not due or self.store.get_state("stop"):
+            return False
+        return sum(row.name == within(self.updates) for row in self.store.evaluations()) < section.count
+
     def _poll(self, step: int, deadline: float, seconds: float = 10.0) -> list[bytes] | None:
         """Up to `seconds` of waiting for a full batch; [] if there is none yet, None if the store says to stop."""
         count, until = self.config.batch.trajectories, time.monotonic() + seconds
@@ -236,7 +252,8 @@ class Learner:
             if self.store.get_state("stop"):
                 return None
             if leased := self.store.lease(count, self.owner, self.version, self.config.rollout.max_token_lag,
-                                          self.trainer.preset.rollouts_per_prompt, step):
+                                          self.trainer.preset.rollouts_per_prompt, step,
+                                          self.config.rollout.redundancy):
                 return [encode(self._checked(trajectory)) for trajectory in leased]
             if self.publisher is None:
                 raise RunError(f"the recorded trajectories are used up: step {step} needs {count}, the store holds "

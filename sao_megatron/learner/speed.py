@@ -58,7 +58,7 @@ class Speed:
                 self.model, lengths, actions, self.preset.critic_updates * self.preset.has_critic,
                 self.preset.behaviour != "rollout", update_policy) / seconds["step"] / self.config.parallel.ranks,
             "learner/bubble": self._bubble(len(result.batches) / self.config.batch.mini_batches),
-            "queue/ready": counts.get("ready", 0), "queue/in_flight": self.store.get_state("in_flight", 0),
+            "queue/ready": counts.get("ready", 0), "queue/in_flight": self.store.sum_of("in_flight"),
             "engine/tokens_per_second": sampled / seconds["step"],
             "engine/flops_per_second": self.model.of(lengths, actions) * sampled / actions / seconds["step"] / (
                 engine.count * engine.tp)}

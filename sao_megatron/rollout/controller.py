@@ -2,78 +2,102 @@
 
 It meets the learner only in the store: it reads which weights are published and how many trajectories wait or are
 trained, starts as many episodes as pacing admits, and never waits for the learner while it may start one. Killed and
-started again it continues at the next free seq; the episodes that were in flight are lost, finished ones are not. Where
-several rollouts of a prompt make a group, it first plays again those that unfinished groups lost, then continues at the
-next group.
+started again it first plays the episodes that were in flight (of a task that is replayable, from where they were), then
+continues at the next prompts. Several controllers share one store: each deals the groups that are its own.
 """
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
+from collections.abc import Callable
 
 from sao_megatron.config import RunConfig
 from sao_megatron.errors import RunError
 from sao_megatron.rollout.episode import EpisodeSettings, run_episode
-from sao_megatron.rollout.evaluate import evaluate
-from sao_megatron.rollout.pacing import admissible
-from sao_megatron.rollout.pool import EnginePool, Generator
+from sao_megatron.rollout.evaluate import EvaluationSet
+from sao_megatron.rollout.evaluations import Evaluations
+from sao_megatron.rollout.half_done import HalfDone
+from sao_megatron.rollout.pacing import Deal, admissible, share
+from sao_megatron.rollout.pool import EnginePool
+from sao_megatron.rollout.quarantine import Quarantine
 from sao_megatron.rollout.tasks.base import Task
 from sao_megatron.trajectory.store import MAX_LAG, Store
 from sao_megatron.trajectory.types import Status, Trajectory
 
+log = logging.getLogger("controller")
+
 REFRESH = 0.05  # seconds between two looks at the store
-IN_FLIGHT_EVERY = 1.0  # seconds between two writes of the progress display's number
+EVERY_SECOND = 1.0  # between two writes of the progress display's numbers, and two looks for new engines
 LEARNER_PATIENCE = 3600.0  # seconds without news from the learner after which an idle controller gives up
 CANCEL_PATIENCE = 30.0  # seconds that cancelled episodes get to unwind
 MOST_ERRORS_IN_A_ROW = 20
+CANCELLED = "redundant"
+"""Key of the store's state: redundant episodes that were cancelled or came too late, by controller."""
 
 
-async def run_controller(config: RunConfig, task: Task, store: Store, clients: list[Generator],
+async def run_controller(config: RunConfig, task: Task, store: Store, clients: list, *, index: int = 0,
+                         sets: list[EvaluationSet] = (), find_clients: Callable[[], list] | None = None,
                          learner_patience: float = LEARNER_PATIENCE) -> None:
     """Roll out until the store's state says "finished" (then evaluates and returns) or "stop" (returns).
 
     Where nothing trains (`mode: rollout`) it says "finished" itself, when the trajectories of all steps are there.
+    `index`: which of `rollout.controllers`; number 0 evaluates `sets`, before the first episode, after the last, and
+    every `evaluation.every` updates, each once in a run. `find_clients` lists the engines' clients anew, so that
+    engines may join and leave.
 
-    Evaluates before the first episode and after the last where `evaluation.episodes` is set, each once in a run.
     Raises RunError if an engine fails though it lives, if none lives for `engine.start_timeout`, if 20 episodes in a
-    row end with a failed environment, or if the controller could do nothing for `learner_patience` seconds because the
-    learner published nothing.
+    row failed, or if the controller could do nothing for `learner_patience` seconds because the learner published
+    nothing.
     """
-    pool = EnginePool(clients, config.engine.start_timeout)
+    pool = EnginePool(clients, config.engine.start_timeout, config.rollout.request_tokens,
+                      lambda: (store.published() or (None,))[0])
+    controller = _Controller(config, task, store, pool, index, list(sets), learner_patience)
     try:
-        await _Controller(config, task, store, pool, learner_patience).run()
+        await controller.run(find_clients or (lambda: clients))
     finally:
+        await controller.evaluations.stop()
         pool.close()
 
 
 class _Controller:
-    def __init__(self, config: RunConfig, task: Task, store: Store, pool: EnginePool, learner_patience: float):
-        self.config, self.task, self.store, self.pool = config, task, store, pool
+    def __init__(self, config: RunConfig, task: Task, store: Store, pool: EnginePool, index: int,
+                 sets: list[EvaluationSet], learner_patience: float):
+        self.config, self.task, self.store, self.pool, self.index = config, task, store, pool, index
         self.learner_patience = learner_patience
         self.settings = EpisodeSettings.of(config)
-        group = self.settings.rollouts_per_prompt
-        self.next_seq = -(-store.next_seq() // group) * group
-        self.again = store.missing_seqs(group) if group > 1 else []
-        """Seqs of a dead controller's episodes that unfinished groups wait for."""
+        self.evaluations = Evaluations(config, sets, pool, store, evaluates=index == 0)
+        self.quarantine = Quarantine(store, config.rollout.quarantine_after)
+        self.deal = Deal(store, self.settings.group - config.rollout.redundancy, config.rollout.redundancy, index,
+                         config.rollout.controllers, self._is_quarantined)
+        self.half_done = HalfDone(store) if getattr(task, "replayable", False) else None
+        self.concurrency = share(config.rollout.concurrency, index, config.rollout.controllers)
         self.room = 0
         """Episodes that pacing still admits. One that ends as ready does not change it: it stays live."""
-        self.episodes: set[asyncio.Task] = set()
+        self.episodes: dict[asyncio.Task, int] = {}
+        """Those under way, and their seqs."""
         self.finished: list[tuple[Trajectory, int]] = []
         self.failure = asyncio.get_running_loop().create_future()
         self.errors_in_a_row = 0
         self.first_error = ""
-        self.in_flight_written = 0.0
+        self.cancelled = store.get_state(f"{CANCELLED}/{index}", 0)
+        self.written = 0.0
 
-    async def run(self) -> None:
+    async def run(self, find_clients: Callable[[], list]) -> None:
         if not await self._weights_published():
             return
-        await self._evaluate_once("start")
+        if self.config.evaluation.only:
+            await self.evaluations.once("end")
+            self.store.set_state("finished", True)
+            return
+        await self.evaluations.once("start")
         try:
-            finished = await self._roll_out()
+            finished = await self._roll_out(find_clients)
         finally:
             await self._cancel_episodes()
         if finished:
-            await self._evaluate_once("end")
+            await self.evaluations.finish()
+            await self.evaluations.once("end")
 
     async def _weights_published(self) -> bool:
         """Wait for the first publication; False if told to stop."""
@@ -87,13 +111,7 @@ class _Controller:
             await asyncio.sleep(REFRESH)
         return True
 
-    async def _evaluate_once(self, name: str) -> None:
-        episodes = self.config.evaluation.episodes
-        if episodes and name not in [done.name for done in self.store.evaluations()]:
-            version, _ = self.store.published()
-            await evaluate(self.config, self.task, self.pool, episodes, name, version, self.store)
-
-    async def _roll_out(self) -> bool:
+    async def _roll_out(self, find_clients: Callable[[], list]) -> bool:
         """Keep episodes in flight; True when the learner has finished, False when told to stop."""
         published, idle_since = None, time.monotonic()
         while True:
@@ -101,9 +119,13 @@ class _Controller:
                 return True
             if self.store.get_state("stop"):
                 return False
-            before, published = published, self.store.published()
+            before, published = published, self.store.published() or published
             self._admit(steps=published[1])
-            if self.episodes or published != before:
+            self.evaluations.begin_if_due(published[0], self.failure)
+            if time.monotonic() - self.written >= EVERY_SECOND:
+                self.pool.use(find_clients())
+                self._write_numbers()
+            if self.episodes or self.evaluations.running or published != before:
                 idle_since = time.monotonic()
             elif time.monotonic() - idle_since > self.learner_patience:
                 raise RunError(f"nothing to roll out for {self.learner_patience:.0f} s: pacing waits for weights newer "
@@ -112,20 +134,26 @@ class _Controller:
             if self.failure.done():
                 self.failure.result()
 
+    def _write_numbers(self) -> None:
+        self.written = time.monotonic()
+        self.store.set_state(f"in_flight/{self.index}", len(self.episodes))
+        if self.cancelled:
+            self.store.set_state(f"{CANCELLED}/{self.index}", self.cancelled)
+
     def _admit(self, steps: int) -> None:
-        counts = self.store.counts()
-        live = len(self.episodes) + counts["ready"] + counts["leased"] + counts["trained"]
-        batch = self.config.batch.trajectories
+        if self.half_done:
+            self.half_done.write()
+        rollout, batch = self.config.rollout, self.config.batch.trajectories
+        live = self.deal.live(self.store.dropped(self.settings.group, self.index, rollout.controllers))
         if self.config.mode == "rollout":
-            self.room = max(0, self.config.total_steps * batch - live)
-            if counts["ready"] >= self.config.total_steps * batch:
+            window = self.config.total_steps * batch
+            if self.store.counts()["ready"] >= window:
                 self.store.set_state("finished", True)
         else:
-            self.room = admissible(live, steps, self._max_lag(), batch)
+            window = admissible(0, steps, self._max_lag(), batch)
+        size = self.deal.size  # a batch is of whole groups, and so is a share
+        self.room = max(0, share(window // size, self.index, rollout.controllers) * size - live)
         self._start_episodes()
-        if time.monotonic() - self.in_flight_written >= IN_FLIGHT_EVERY:
-            self.in_flight_written = time.monotonic()
-            self.store.set_state("in_flight", len(self.episodes))
 
     def _max_lag(self) -> int:
         """What the recipe wants, or less while the learner's alarms ask for fresher samples."""
@@ -133,62 +161,87 @@ class _Controller:
         return min(wanted, self.store.get_state(MAX_LAG, wanted))
 
     def _start_episodes(self) -> None:
-        while self.room > 0 and len(self.episodes) < self.config.rollout.concurrency:
-            episode = asyncio.create_task(self._episode(self._take_seq()))
+        while len(self.episodes) < self.concurrency and (self.room > 0 or self._may_add_redundant()):
+            seq, places = self.deal.start()
+            self.room -= places
+            episode = asyncio.create_task(self._episode(seq))
+            self.episodes[episode] = seq
             episode.add_done_callback(self._ended)
-            self.episodes.add(episode)
-            self.room -= 1
 
-    def _take_seq(self) -> int:
-        if self.again:
-            return self.again.pop(0)
-        self.next_seq += 1
-        return self.next_seq - 1
+    def _may_add_redundant(self) -> bool:
+        return self.config.rollout.redundancy > 0 and not self.failure.done() and self.deal.next_is_free()
 
-    async def _episode(self, seq: int) -> None:
-        prompt = self.task.prompt(seq // self.settings.rollouts_per_prompt)
-        with self.pool.seat() as client:
-            trajectory = await run_episode(client, self.task, prompt, self.settings, seq)
-        self._append(trajectory, seq)
-        self._count_errors(trajectory)
+    def _is_quarantined(self, group: int) -> bool:
+        return bool(self.quarantine.ids) and self.task.prompt(group).id in self.quarantine.ids
+
+    async def _episode(self, seq: int) -> Trajectory:
+        prompt = self.task.prompt(seq // self.settings.group)
+        diary = self.half_done.diary(seq) if self.half_done else None
+        with self.pool.seat(priority=-seq) as client:
+            return await run_episode(client, self.task, prompt, self.settings, seq, diary)
+
+    def _ended(self, episode: asyncio.Task) -> None:
+        seq = self.episodes.pop(episode)
+        trajectory = None
+        try:
+            if not episode.cancelled():
+                trajectory = episode.result()
+                self._count_errors(trajectory, seq)
+        except Exception as error:
+            self._fail(error)
+        if trajectory is not None and self.deal.complete(seq):  # it ended together with the last that its group needs
+            trajectory = None
+            self.cancelled += 1
+        outcome = trajectory is not None and trajectory.status is not Status.ERROR
+        if self.deal.end(seq, outcome) and outcome:
+            self._cancel_group(seq // self.settings.group)
+        if trajectory is not None:
+            self._append(trajectory, seq)
+        self._start_episodes()
+
+    def _cancel_group(self, group: int) -> None:
+        for episode, seq in self.episodes.items():
+            if seq // self.settings.group == group and not episode.done():
+                self.cancelled += episode.cancel()
 
     def _append(self, trajectory: Trajectory, seq: int) -> None:
-        """In one write with the others that end in this turn of the event loop: before its episode counts as ended."""
+        """In one write with the others that end in this turn of the event loop."""
         self.finished.append((trajectory, seq))
         if len(self.finished) == 1:
             asyncio.get_running_loop().call_soon(self._write_finished)
 
     def _write_finished(self) -> None:
         finished, self.finished = self.finished, []
+        if not finished:
+            return
         try:
+            if self.half_done:
+                self.half_done.forget({seq for _, seq in finished})
             self.store.append_all(finished)
         except Exception as error:  # nobody awaits this
-            if not self.failure.done():
-                self.failure.set_exception(error)
+            self._fail(error)
 
-    def _count_errors(self, trajectory: Trajectory) -> None:
-        if trajectory.status is not Status.ERROR:
+    def _count_errors(self, trajectory: Trajectory, seq: int) -> None:
+        error = trajectory.info["error"] if trajectory.status is Status.ERROR else None
+        self.quarantine.note(trajectory.prompt_id, seq // self.settings.group, error)
+        if error is None:
             self.errors_in_a_row = 0
             return
         if self.errors_in_a_row == 0:
-            self.first_error = trajectory.info["traceback"].strip().splitlines()[-1]
+            self.first_error = error
+            log.warning("an episode of prompt %s failed:\n%s", trajectory.prompt_id, trajectory.info["traceback"])
         self.errors_in_a_row += 1
         if self.errors_in_a_row >= MOST_ERRORS_IN_A_ROW:
-            raise RunError(f"the environment of task {self.task.name} failed in {self.errors_in_a_row} episodes in a "
-                           f"row; the first with: {self.first_error}")
+            self._fail(RunError(f"{self.errors_in_a_row} episodes of task {self.task.name} in a row failed; the first "
+                                f"with: {self.first_error} (its traceback is in the controller's log)"))
 
-    def _ended(self, episode: asyncio.Task) -> None:
-        self.episodes.discard(episode)
-        if episode.cancelled():
-            return
-        if error := episode.exception():
-            self.room = 0
-            if not self.failure.done():
-                self.failure.set_exception(error)
-        self._start_episodes()
+    def _fail(self, error: Exception) -> None:
+        self.room = 0
+        if not self.failure.done():
+            self.failure.set_exception(error)
 
     async def _cancel_episodes(self) -> None:
-        self.room = 0
+        self.room, self.concurrency = 0, 0
         running = list(self.episodes)
         for episode in running:
             episode.cancel()
@@ -198,4 +251,6 @@ class _Controller:
                 raise RunError(f"{len(stuck)} episodes of task {self.task.name} did not end within "
                                f"{CANCEL_PATIENCE:.0f} s of being cancelled: its environment must let "
                                "asyncio.CancelledError through")
-        self.store.set_state("in_flight", 0)
+        await asyncio.sleep(0)  # the callbacks of those that ended
+        self._write_finished()
+        self._write_numbers()

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from sao_megatron.engine.client import EngineClient
 from sao_megatron.errors import RunError
@@ -11,10 +12,11 @@ EVERY = 5.0
 """Seconds between two looks."""
 
 
-async def watch_engines(clients: list[EngineClient], store: Store, every: float = EVERY) -> None:
-    """Look again and again until cancelled; null stands for an engine that does not answer."""
+async def watch_engines(find: Callable[[], list[EngineClient]], store: Store, every: float = EVERY) -> None:
+    """Look at the engines that `find` lists, again and again until cancelled; null stands for one that does not answer.
+    """
     while True:
-        store.set_state(ENGINES, await asyncio.gather(*map(_ask, clients)))
+        store.set_state(ENGINES, await asyncio.gather(*map(_ask, find())))
         await asyncio.sleep(every)
 
 

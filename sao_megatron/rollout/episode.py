@@ -3,7 +3,8 @@
 What the engine sampled goes back to the engine and into the trajectory as it is; nothing is decoded or tokenised on the
 way. Three kinds of failure are kept apart: a failing environment is retried and then recorded as an `error` trajectory,
 a spent budget makes a `truncated` one, and an engine that answers nonsense (RunError) is
-nobody's episode: it ends the run. One that dies is the pool's business (pool.py).
+nobody's episode: it ends the run. One that dies is the pool's business (pool.py), unless the episode itself kills every
+engine that it reaches: then that is an `error` too.
 """
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from dataclasses import dataclass
 
 from sao_megatron.algorithm.presets import resolve
 from sao_megatron.config import RunConfig
-from sao_megatron.errors import RunError
+from sao_megatron.errors import EngineGone, RunError
+from sao_megatron.rollout.half_done import Diary, Turn
 from sao_megatron.rollout.pool import Generator
 from sao_megatron.rollout.sampling import sample_turn
 from sao_megatron.rollout.tasks.base import Prompt, Step, Task
@@ -32,8 +34,8 @@ class EpisodeSettings:
     environment_retries: int
     request_timeout: float
     """Seconds in which an engine that aborts must sample a token again."""
-    rollouts_per_prompt: int = 1
-    """This many consecutive seqs are one group."""
+    group: int = 1
+    """This many consecutive seqs are one group: the rollouts of a prompt that are trained, and the redundant ones."""
     routing_replay: bool = False
     """Record the experts that each token was routed to."""
 
@@ -45,23 +47,25 @@ class EpisodeSettings:
             temperature=config.algorithm.temperature, max_new_tokens=rollout.max_new_tokens,
             max_tokens=rollout.max_tokens, environment_retries=rollout.environment_retries,
             request_timeout=rollout.request_timeout,
-            rollouts_per_prompt=preset.rollouts_per_prompt, routing_replay=rollout.routing_replay) | changes)
+            group=preset.rollouts_per_prompt + rollout.redundancy, routing_replay=rollout.routing_replay) | changes)
 
 
-async def run_episode(client: Generator, task: Task, prompt: Prompt, settings: EpisodeSettings, seq: int) -> Trajectory:
-    """Play `prompt` to its end, with fresh tries while its environment fails.
+async def run_episode(client: Generator, task: Task, prompt: Prompt, settings: EpisodeSettings, seq: int,
+                      diary: Diary | None = None) -> Trajectory:
+    """Play `prompt` to its end, with fresh tries while its environment fails. The first try begins with the turns that
+    `diary` kept of an earlier controller, and all of them write their turns into it.
 
     The status is completed where the environment said done, truncated where max_turns, max_new_tokens or max_tokens
-    came first, error where every try failed. `info` holds the environment's last info, `seconds` (all tries), `turns`
-    and `retries`; for an error also `error` (one line) and `traceback`. Raises RunError where the engine fails or
-    answers nonsense.
+    came first, error where every try failed, or where engine after engine died under it. `info` holds the environment's
+    last info, `seconds` (all tries), `turns` and `retries`; for an error also `error` (one line) and `traceback`.
+    Raises RunError where the engine fails otherwise or answers nonsense.
     """
     started = time.monotonic()
     for retry in range(settings.environment_retries + 1):
-        attempt = _Attempt(client, task, prompt, settings, seq)
+        attempt = _Attempt(client, task, prompt, settings, seq, diary, replay=retry == 0)
         status, info = await attempt.outcome()
         info |= {"seconds": round(time.monotonic() - started, 4), "turns": attempt.turns, "retries": retry}
-        if status is not Status.ERROR:
+        if status is not Status.ERROR or attempt.deadly:
             break
     try:
         return attempt.builder.build(status, **info)
@@ -84,11 +88,15 @@ def _blame_environment():
 class _Attempt:
     """One try of one episode, with a fresh environment."""
 
-    def __init__(self, client: Generator, task: Task, prompt: Prompt, settings: EpisodeSettings, seq: int):
+    def __init__(self, client: Generator, task: Task, prompt: Prompt, settings: EpisodeSettings, seq: int,
+                 diary: Diary | None, replay: bool):
         self.client, self.task, self.prompt, self.settings = client, task, prompt, settings
-        self.group_id = f"group-{seq // settings.rollouts_per_prompt}"
+        self.group_id = f"group-{seq // settings.group}"
         self.builder = self._begin([])
         self.turns = 0
+        self.deadly = False
+        """Whether engine after engine died under it, so that it must not be tried again."""
+        self.diary, self.kept = diary, diary.kept if diary and replay else []
 
     def _begin(self, prompt_tokens: list[int]) -> TrajectoryBuilder:
         return TrajectoryBuilder(prompt_tokens, self.prompt.id, self.task.name, self.group_id,
@@ -99,9 +107,10 @@ class _Attempt:
         try:
             return await self._play()
         except _EnvironmentFailure as failure:
-            cause = failure.__cause__
-            return Status.ERROR, {"error": " ".join(f"{type(cause).__name__}: {cause}".split()),
-                                  "traceback": "".join(traceback.format_exception(cause))}
+            return Status.ERROR, _failed(failure.__cause__)
+        except EngineGone as error:
+            self.deadly = True
+            return Status.ERROR, _failed(error)
 
     async def _play(self) -> tuple[Status, dict]:
         """Fill the builder; returns (status, the environment's last info)."""
@@ -111,9 +120,10 @@ class _Attempt:
             self.builder = self._begin(_checked_prompt(await environment.reset(), self.task.vocab_size, max_tokens))
         builder = self.builder
         while True:
-            action, cut = await self._sample_turn()
+            action, cut = self._kept_turn() or await self._sample_turn()
             with _blame_environment():
                 step = _checked_step(await environment.step(action), self.task.vocab_size)
+                self._keep(action, cut, step)
             builder.add_reward(step.reward)
             self.turns += 1
             fits = len(builder.tokens) + len(step.context or step.observation) <= max_tokens
@@ -123,6 +133,24 @@ class _Attempt:
                 return Status.COMPLETED, dict(step.info)
             if cut or not fits or len(builder.tokens) == max_tokens or self.turns == self.task.max_turns:
                 return Status.TRUNCATED, dict(step.info)
+
+    def _kept_turn(self) -> tuple[list[int], bool] | None:
+        """The turn as a dead controller sampled it, put into the builder."""
+        if self.turns >= len(self.kept):
+            return None
+        turn = self.kept[self.turns]
+        self.builder.add_action(turn.tokens, turn.logprobs, turn.versions)
+        return list(turn.tokens), turn.cut
+
+    def _keep(self, action: list[int], cut: bool, step: Step) -> None:
+        """Note the turn; hold a rebuilt environment to what it answered before."""
+        if self.turns < len(self.kept):
+            if (step.context or step.observation) != self.kept[self.turns].observation:
+                raise ValueError(f"replayed turn {self.turns} was answered otherwise than before: the task says that "
+                                 "it is replayable, so its environment must be deterministic")
+        elif self.diary:
+            self.diary.add(self.turns, Turn(*self.builder.last_action(len(action)), cut,
+                                            list(step.context or step.observation)))
 
     def _observe(self, step: Step) -> None:
         self.builder.add_observation([] if step.context else step.observation)
@@ -139,6 +167,11 @@ class _Attempt:
         budget = run_budget if task.max_new_tokens is None else min(run_budget, task.max_new_tokens)
         action, stopped = await sample_turn(self.client, self.builder, budget, task.stop_token_ids, settings)
         return action, not stopped and budget != task.max_new_tokens
+
+
+def _failed(cause: BaseException) -> dict[str, str]:
+    return {"error": " ".join(f"{type(cause).__name__}: {cause}".split()),
+            "traceback": "".join(traceback.format_exception(cause))}
 
 
 def _checked_prompt(tokens: list[int], vocab_size: int, max_tokens: int) -> list[int]:

@@ -2,109 +2,192 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Protocol
 
+from sao_megatron.engine.reply import Generation
 from sao_megatron.errors import EngineGone, RunError
+from sao_megatron.trajectory.routing import concatenate
 
 LOOK_SECONDS = 1.0
 """Between two looks at an engine that is gone."""
-MOST_TRIES = 5
-"""Engines (or lives of one) that may die under one request."""
+MOST_DEATHS = 3
+"""Engines (or lives of one) that may die under one request. From the second on it is a suspect."""
+BACKOFF_SECONDS = 0.2
+"""Mean pause before the first repetition of a request; each later one is twice as long."""
 
 
 class Generator(Protocol):
     """What an episode needs of an engine's client."""
 
     async def generate(self, input_ids: list[int], *, max_new_tokens: int, temperature: float,
-                       stop_token_ids: list[int]):
-        """Answer with `tokens`, `logprobs`, `versions` (lists of one length) and `finish`: stop, length or abort.
+                       stop_token_ids: list[int]) -> Generation:
+        """Raises EngineGone where the engine has died, fails or does not answer in time."""
 
-        Raises EngineGone where the engine has died.
-        """
+
+class _Engine:
+    def __init__(self, client):
+        self.client, self.seats = client, 0
+        self.return_: asyncio.Task | None = None
+        """While it is gone: ends when it is back."""
 
 
 class EnginePool:
-    """An engine that is gone is left out until it is healthy again and holds published weights."""
+    """An engine that is gone is left out until it is healthy again and holds the weights that are published."""
 
-    def __init__(self, clients: list[Generator], patience: float):
-        """`patience`: seconds that a request waits while no engine lives."""
-        self._clients, self._patience = clients, patience
-        self._in_flight = [0] * len(clients)
-        self._gone: dict[int, asyncio.Task] = {}
+    def __init__(self, clients: list, patience: float, request_tokens: int = 4096,
+                 published: Callable[[], int | None] = lambda: None):
+        """`clients`: EngineClients. `patience`: seconds that a request waits while no engine lives. `request_tokens`:
+        most tokens of one request. `published()`: the version that engines should serve, None if any will do."""
+        self.patience, self.request_tokens, self.published = patience, request_tokens, published
+        self.suspects = asyncio.Lock()
+        self.convictions = 0
+        """Requests that killed engines on their own."""
+        self._engines = [_Engine(client) for client in clients]
         self._last_error: EngineGone | None = None
 
+    def use(self, clients: list) -> None:
+        """From now on these. A new one serves once it has the published weights; one that is not named any more gets no
+        further request, and what it samples now is awaited."""
+        known = {id(engine.client): engine for engine in self._engines}
+        if known.keys() == {id(client) for client in clients}:
+            return
+        for client in clients:
+            if id(client) not in known:
+                known[id(client)] = engine = _Engine(client)
+                engine.return_ = asyncio.create_task(self._await_return(engine))
+        for engine in self._engines:
+            if all(engine.client is not client for client in clients) and engine.return_:
+                engine.return_.cancel()
+        self._engines = [known[id(client)] for client in clients]
+
     @contextmanager
-    def seat(self) -> Iterator[Seat]:
-        """A place at the engine with the fewest episodes, whose prefix cache then holds the episode's earlier turns."""
-        seat = Seat(self, self._least_busy())
+    def seat(self, priority: int = 0) -> Iterator[Seat]:
+        """A place at the engine with the fewest episodes, whose prefix cache then holds the episode's earlier turns.
+        Engines take requests of a higher priority first."""
+        seat = Seat(self, priority)
+        self._settle(seat)
         try:
             yield seat
         finally:
-            self._in_flight[seat.index] -= 1
+            self._leave(seat)
 
-    def _least_busy(self) -> int:
-        """Also counts one more episode there. Any engine, if all are gone."""
-        living = [i for i in range(len(self._clients)) if i not in self._gone] or range(len(self._clients))
-        index = min(living, key=self._in_flight.__getitem__)
-        self._in_flight[index] += 1
-        return index
+    def _settle(self, seat: Seat) -> None:
+        """At the living engine with the fewest seats, rather not at one that failed it. At any, if all are gone; at
+        none, if there is none."""
+        living = [engine for engine in self._engines if not engine.return_] or self._engines
+        seat.engine = min(living, key=lambda engine: (engine is seat.failed_at, engine.seats), default=None)
+        if seat.engine:
+            seat.engine.seats += 1
 
-    def move(self, seat: Seat) -> None:
-        """To an engine that lives, if the seat's own is gone."""
-        if seat.index in self._gone:
-            self._in_flight[seat.index] -= 1
-            seat.index = self._least_busy()
+    def _leave(self, seat: Seat) -> None:
+        if seat.engine:
+            seat.engine.seats -= 1
+        seat.engine = None
 
-    async def client(self, seat: Seat) -> Generator:
-        """The client of a living engine for `seat`. Waits for one; RunError after `patience` seconds."""
-        deadline = time.monotonic() + self._patience
-        self.move(seat)
-        while seat.index in self._gone:
+    def _serves(self, engine: _Engine | None) -> bool:
+        return engine in self._engines and not engine.return_
+
+    async def client(self, seat: Seat):
+        """The client of a living engine for `seat`, which moves if its own is gone. Waits for one; RunError after
+        `patience` seconds."""
+        deadline = time.monotonic() + self.patience
+        while not self._serves(seat.engine):
+            self._leave(seat)
+            self._settle(seat)
+            if self._serves(seat.engine):
+                break
             if time.monotonic() > deadline:
-                raise RunError(f"no engine was alive, with published weights, for {self._patience:.0f} s "
+                raise RunError(f"no engine was alive, with published weights, for {self.patience:.0f} s "
                                f"(engine.start_timeout); the last to die: {self._last_error}")
             await asyncio.sleep(LOOK_SECONDS / 10)
-            self.move(seat)
-        return self._clients[seat.index]
+        return seat.engine.client
 
-    def note_gone(self, index: int, error: EngineGone) -> None:
-        self._last_error = error
-        if index not in self._gone:
-            self._gone[index] = asyncio.create_task(self._await_return(index))
+    def note_gone(self, seat: Seat, error: EngineGone | None = None) -> None:
+        """The seat's engine died, or serves older weights than are published: the seat leaves it."""
+        engine, self._last_error = seat.engine, error or self._last_error
+        if not engine.return_ and engine in self._engines:
+            engine.return_ = asyncio.create_task(self._await_return(engine))
+        seat.failed_at = engine
+        self._leave(seat)
 
-    async def _await_return(self, index: int) -> None:
-        client = self._clients[index]
+    async def _await_return(self, engine: _Engine) -> None:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             try:
-                if await client.healthy() and await client.model_version() is not None:
-                    break
+                if await engine.client.healthy():
+                    version, wanted = await engine.client.model_version(), self.published()
+                    if version is not None and (wanted is None or version >= wanted):
+                        break
             except RunError:  # it went away between the two questions
                 continue
-        del self._gone[index]
+        engine.return_ = None
 
     def close(self) -> None:
         """Stop looking at engines that are gone."""
-        for task in self._gone.values():
-            task.cancel()
+        for engine in self._engines:
+            if engine.return_:
+                engine.return_.cancel()
 
 
 class Seat:
     """One episode's Generator."""
 
-    def __init__(self, pool: EnginePool, index: int):
-        self._pool, self.index = pool, index
+    def __init__(self, pool: EnginePool, priority: int):
+        self._pool, self._priority = pool, priority
+        self.engine: _Engine | None = None
+        self.failed_at: _Engine | None = None
 
-    async def generate(self, input_ids: list[int], **sampling):
-        """As the client's, at another engine if this one dies: a request has its whole context with it."""
-        for last in [False] * (MOST_TRIES - 1) + [True]:
-            client = await self._pool.client(self)
-            try:
-                return await client.generate(input_ids, **sampling)
-            except EngineGone as error:
-                if last:
-                    raise
-                self._pool.note_gone(self.index, error)
+    async def generate(self, input_ids: list[int], *, max_new_tokens: int, **sampling) -> Generation:
+        """As the client's, in requests of at most `request_tokens`, so that an engine that dies takes no more with it:
+        what was sampled before is held, and goes on elsewhere.
+
+        Raises EngineGone where MOST_DEATHS engines died under one request.
+        """
+        held: Generation | None = None
+        while True:
+            left = max_new_tokens - (len(held.tokens) if held else 0)
+            if held and "routing_from" in sampling:
+                sampling["routing_from"] = len(input_ids) + len(held.tokens) - 1
+            piece = await self._request([*input_ids, *(held.tokens if held else [])], priority=self._priority,
+                                        max_new_tokens=min(left, self._pool.request_tokens), **sampling)
+            held = joined(held, piece) if held else piece
+            if piece.finish != "length" or len(held.tokens) >= max_new_tokens:
+                return held
+
+    async def _request(self, input_ids: list[int], **sampling) -> Generation:
+        """One request, repeated (with growing pauses) while engines die under it.
+
+        Requests that died together with a deadly one cannot be told from it; so those under which two engines died are
+        tried one at a time, and the deadly one convicts itself. The others then start with a clean sheet.
+        """
+        pool, deaths, convictions = self._pool, 0, self._pool.convictions
+        while True:
+            async with pool.suspects if deaths >= MOST_DEATHS - 1 else nullcontext():
+                if convictions != pool.convictions:
+                    deaths, convictions = 0, pool.convictions
+                client, wanted = await pool.client(self), pool.published()
+                try:
+                    answer = await client.generate(input_ids, **sampling)
+                    if wanted is None or not answer.versions or answer.versions[-1] >= wanted:
+                        return answer
+                    # A publication passed the engine by. Older tokens than pacing reckons with: sample them elsewhere.
+                    pool.note_gone(self)
+                except EngineGone as error:
+                    pool.note_gone(self, error)
+                    deaths += 1
+                    if deaths == MOST_DEATHS:
+                        pool.convictions += 1
+                        raise
+            if deaths:
+                await asyncio.sleep(BACKOFF_SECONDS * 2**(deaths - 1) * random.uniform(0.5, 1.5))
+
+
+def joined(before: Generation, after: Generation) -> Generation:
+    """The generation of two requests, of which the second went on where the first ended."""
+    return replace(after, tokens=before.tokens + after.tokens, logprobs=before.logprobs + after.logprobs,
+                   versions=before.versions + after.versions, routing=concatenate(before.routing, after.routing))

@@ -75,6 +75,7 @@ METRICS = (
     Metric("seconds/recompute", "s", "the further forward pass of presets whose behaviour policy is not the rollout"),
     Metric("seconds/policy", "s", "policy forward, backward and update"),
     Metric("seconds/publish", "s", "the previous step's publication of weights"),
+    Metric("publication/paused", "s", "in which the engines sampled nothing for the previous step's publication"),
     Metric("seconds/checkpoint", "s", "what saving takes of the step, not the writing beside it"),
     Metric("seconds/other", "s", "the rest of the step"),
     Metric("seconds/step", "s", "since the previous step was recorded"),

@@ -76,7 +76,8 @@ def _read_store(path: Path, status: Status) -> None:
         with Store(path, read_only=True) as store:
             status.steps = store.last_steps(LAST)
             status.evaluations, status.counts = store.evaluations(), store.counts()
-            status.state = {key: store.get_state(key) for key in ("finished", "in_flight", "warmup")}
+            status.state = {key: store.get_state(key) for key in ("finished", "warmup")} | {
+                "in_flight": store.sum_of("in_flight")}
     except sqlite3.Error as error:
         raise RunError(f"trajectory store {path} cannot be read ({error}): try again") from None
 

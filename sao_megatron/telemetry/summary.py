@@ -30,6 +30,7 @@ def write_summary(run_dir: Path) -> dict[str, Any]:
     with Store(folder.store_path) as store:
         steps, evaluations = store.steps(), store.evaluations()
         summary = _evaluated(evaluations) | _trained(steps) | {
+            "not_trained": _not_trained(store),
             "trajectories_trained": store.summary_rows().trained,
             "mixed_version_trajectories": store.summary_rows().mixed_version,
             "seconds": _seconds(steps, evaluations, store.get_state(STARTED_AT))}
@@ -38,10 +39,20 @@ def write_summary(run_dir: Path) -> dict[str, Any]:
 
 
 def _evaluated(evaluations: list[EvaluationRow]) -> dict[str, Any]:
-    named = {row.name: row for row in evaluations}
-    rates = {name: row.solved / row.episodes for name, row in named.items() if row.episodes}
+    """The solve rates of start and end are those of the first set: the run's own task's, if that is evaluated."""
+    own = evaluations[0].task_set if evaluations else None
+    rates = {row.name: row.solved / row.episodes for row in evaluations if row.task_set == own}
     return {"solve_rate_start": rates.get("start"), "solve_rate_end": rates.get("end"),
-            "eval_episodes": max((row.episodes for row in evaluations), default=0)}
+            "eval_episodes": max((row.episodes for row in evaluations if row.task_set == own), default=0),
+            "evaluations": [{"name": row.name, "set": row.task_set, "version": row.version, "episodes": row.episodes,
+                             "solve_rate": row.solved / row.episodes, "reward": row.mean_reward, **row.metrics}
+                            for row in evaluations]}
+
+
+def _not_trained(store: Store) -> dict[str, int]:
+    """Trajectories by why they were not trained, redundant episodes that were cancelled, prompts in quarantine."""
+    beside = {"redundant": store.sum_of("redundant"), "prompts in quarantine": len(store.get_state("quarantined", []))}
+    return store.summary_rows().reasons | {reason: count for reason, count in beside.items() if count}
 
 
 def _trained(steps: list[StepRow]) -> dict[str, Any]:
@@ -86,6 +97,21 @@ def show(summary: dict[str, Any]) -> None:
     table = Table(show_header=False, box=None, pad_edge=False)
     for label, value in _rows(summary):
         table.add_row(label, value)
+    Console().print(table)
+
+
+def show_evaluations(summary: dict[str, Any]) -> None:
+    """Print the results of each evaluation and set as a table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for column in ("evaluation", "set", "episodes", "errors", "solved", "reward", "pass@k and avg@n"):
+        table.add_column(column)
+    for row in summary["evaluations"]:
+        rates = ", ".join(f"{name} {value:.1%}" for name, value in row.items() if "@" in name)
+        table.add_row(row["name"], row["set"], str(row["episodes"]), str(row["errors"]), f"{row['solve_rate']:.1%}",
+                      f"{row['reward']:.3f}", rates)
     Console().print(table)
 
 

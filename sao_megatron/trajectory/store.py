@@ -27,7 +27,7 @@ from sao_megatron.trajectory.journal import journal_mode
 from sao_megatron.trajectory.types import Status, Trajectory, decode, encode
 from sao_megatron.trajectory.versions import updates_in
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 STATES = ("ready", "leased", "trained", "dropped", "error")
 MAX_LAG = "max_lag"
 """Key of the state: the lag that pacing may admit now, where the learner has lowered it (alarms.on_alarm=slow)."""
@@ -48,7 +48,9 @@ CREATE INDEX by_group ON trajectories (group_id);
 CREATE TABLE blobs (row INTEGER PRIMARY KEY REFERENCES trajectories, blob BLOB NOT NULL);
 CREATE TABLE steps (step INTEGER PRIMARY KEY, version INTEGER NOT NULL, time REAL NOT NULL, metrics TEXT NOT NULL);
 CREATE TABLE evaluations (name TEXT NOT NULL, version INTEGER NOT NULL, episodes INTEGER NOT NULL,
-                          solved INTEGER NOT NULL, mean_reward REAL NOT NULL, time REAL NOT NULL);
+                          solved INTEGER NOT NULL, mean_reward REAL NOT NULL, time REAL NOT NULL,
+                          task_set TEXT NOT NULL, metrics TEXT NOT NULL);
+CREATE TABLE half_done (seq INTEGER NOT NULL, turn INTEGER NOT NULL, data TEXT NOT NULL, PRIMARY KEY (seq, turn));
 CREATE TABLE state (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE totals (key TEXT PRIMARY KEY, value INTEGER NOT NULL);
 INSERT INTO totals VALUES ('action_tokens', 0), {", ".join(f"('{state}', 0)" for state in STATES)};
@@ -79,6 +81,10 @@ class EvaluationRow(NamedTuple):
     mean_reward: float
     time: float
     """Unix seconds."""
+    task_set: str
+    """Name of the set of prompts."""
+    metrics: dict[str, float]
+    """What rollout/evaluate.py computes besides: pass@k, avg@k, the versions of its tokens."""
 
 
 class Summary(NamedTuple):
@@ -94,6 +100,15 @@ class Summary(NamedTuple):
     """Over the trained trajectories; None before the first step."""
     reasons: dict[str, int]
     """Trajectories that were dropped or failed, by reason."""
+
+
+def within(updates: int) -> str:
+    """Name of the evaluation within a run, of the weights after so many policy updates; others are start and end."""
+    return f"update {updates}"
+
+
+def is_within(name: str) -> bool:
+    return name.startswith("update ")
 
 
 class Store:
@@ -176,24 +191,26 @@ class Store:
                 inserted = self._db.execute(_INSERT, row)
                 if inserted.rowcount:
                     self._db.execute("INSERT INTO blobs VALUES (?, ?)", (inserted.lastrowid, blob))
+                self._db.execute("DELETE FROM half_done WHERE seq = ?", (row["seq"],))
 
     def lease(self, count: int, owner: str, version: int, max_token_lag: int | None = None, group_size: int = 1,
-              step: int | None = None) -> list[Trajectory]:
+              step: int | None = None, redundancy: int = 0) -> list[Trajectory]:
         """Take exactly `count` ready trajectories, lowest seq first; [] if fewer are ready.
 
         `version` is the learner's weight version. Ready trajectories with a token from weights with over
         `max_token_lag` fewer updates are first marked dropped, reason "stale" (also where the answer is [], so that
         pacing gives their places to new episodes). With `group_size` > 1, which must divide `count`, only complete
-        groups are taken, each one's members together; what is left of a group of which a member failed or was dropped
-        is itself dropped, reason "incomplete group", so that it cannot hold pacing's places. `step` is the learner step
-        that they are for: if lost weights were trained in it (see `rewind`), then it is on the same trajectories.
+        groups are taken, each one's members together; what is left of a group of which a member was dropped, or more
+        than `redundancy` failed, is itself dropped, reason "incomplete group", so that it cannot hold pacing's places.
+        `step` is the learner step that they are for: if lost weights were trained in it (see `rewind`), then it is on
+        the same trajectories.
         """
         with self._transaction():
             if max_token_lag is not None:
                 self._db.execute("UPDATE trajectories SET state = 'dropped', reason = 'stale' "
                                  "WHERE state = 'ready' AND min_version < ?", (updates_in(version) - max_token_lag,))
             if group_size > 1:
-                self._db.execute(_DROP_BROKEN_GROUPS)
+                self._db.execute(_DROP_BROKEN_GROUPS, (redundancy,))
             rows = [row for row, in self._db.execute(_READY_AGAIN, (step,))]
             if len(rows) != count:
                 rows = [row for row, in self._db.execute(_READY_GROUPS, dict(count=count, size=group_size))]
@@ -204,18 +221,36 @@ class Store:
         # Outside the transaction: reading large blobs must not keep the controller from appending.
         return self.read(rows)
 
-    def missing_seqs(self, group_size: int) -> list[int]:
-        """The seqs that unfinished groups still lack: those of episodes that a dead controller had in flight.
+    def groups(self, width: int) -> dict[int, tuple[list[int], int, bool]]:
+        """Of every group of `width` consecutive seqs: which are there, how many of these have an outcome, and whether
+        one was dropped. Reads all rows: for a controller that starts."""
+        groups: dict[int, tuple[list[int], int, bool]] = {}
+        for seq, state in self._db.execute("SELECT seq, state FROM trajectories ORDER BY seq"):
+            seqs, outcomes, dropped = groups.get(seq // width, ([], 0, False))
+            groups[seq // width] = [*seqs, seq], outcomes + (state != "error"), dropped or state == "dropped"
+        return groups
 
-        A group's seqs are the `group_size` numbers from a multiple of `group_size` on.
-        """
-        groups = self._db.execute("SELECT MIN(seq) FROM trajectories GROUP BY group_id HAVING COUNT(*) < ? "
-                                  "AND SUM(state != 'ready') = 0 ORDER BY 1", (group_size,)).fetchall()
-        wanted = [seq for first, in groups for seq in range(first - first % group_size,
-                                                           first - first % group_size + group_size)]
-        found = {seq for seq, in self._db.execute("SELECT seq FROM trajectories WHERE seq IN "
-                                                  "(SELECT value FROM json_each(?))", (json.dumps(wanted),))}
-        return [seq for seq in wanted if seq not in found]
+    def dropped(self, width: int, index: int, controllers: int) -> int:
+        """Dropped trajectories of the groups that controller `index` of `controllers` deals: g with g % n = index."""
+        if controllers == 1:
+            return self.counts()["dropped"]
+        return self._one("SELECT COUNT(*) FROM trajectories WHERE state = 'dropped' AND (seq / ?) % ? = ?",
+                         width, controllers, index)[0]
+
+    # Episodes under way, of tasks that can be replayed
+
+    def keep_turns(self, turns: list[tuple[int, int, Any]]) -> None:
+        """Remember finished turns (seq, turn, JSON-able) of episodes under way; turn 0 begins its episode anew."""
+        with self._transaction():
+            for seq, turn, data in turns:
+                if turn == 0:
+                    self._db.execute("DELETE FROM half_done WHERE seq = ?", (seq,))
+                self._db.execute("INSERT OR REPLACE INTO half_done VALUES (?, ?, ?)", (seq, turn, json.dumps(data)))
+
+    def kept_turns(self, seq: int) -> list[Any]:
+        """What `keep_turns` remembers of an episode, in order; nothing once its trajectory is appended."""
+        rows = self._db.execute("SELECT data FROM half_done WHERE seq = ? ORDER BY turn", (seq,))
+        return [json.loads(data) for data, in rows]
 
     def rewind(self, step: int) -> int:
         """Take back what weights that include `step` learner steps have not trained. Returns the learner's generation.
@@ -249,7 +284,7 @@ class Store:
         with Store(path) as copy, copy._transaction():
             copy._db.execute("UPDATE trajectories SET state = 'ready', leased_by = NULL "
                              "WHERE state IN ('leased', 'trained')")
-            for table in ("steps", "evaluations", "state"):
+            for table in ("steps", "evaluations", "state", "half_done"):
                 copy._db.execute(f"DELETE FROM {table}")
 
     def recorded(self) -> list[int]:
@@ -290,10 +325,6 @@ class Store:
         """Action tokens of all trajectories ever appended."""
         return self._one("SELECT value FROM totals WHERE key = 'action_tokens'")[0]
 
-    def next_seq(self) -> int:
-        """One more than the highest seq so far."""
-        return self._one("SELECT COALESCE(MAX(seq), -1) + 1 FROM trajectories")[0]
-
     # What the learner and the evaluation report
 
     def steps(self, after: int = -1) -> list[StepRow]:
@@ -306,14 +337,17 @@ class Store:
         newest = self._one("SELECT COALESCE(MAX(step), -1) FROM steps")[0]
         return self.steps(after=newest - count)
 
-    def add_evaluation(self, name: str, version: int, episodes: int, solved: int, mean_reward: float) -> None:
+    def add_evaluation(self, name: str, version: int, episodes: int, solved: int, mean_reward: float,
+                       task_set: str = "", metrics: dict[str, float] | None = None) -> None:
         with self._transaction():
-            self._db.execute("INSERT INTO evaluations VALUES (?, ?, ?, ?, ?, ?)",
-                             (name, version, episodes, solved, mean_reward, time.time()))
+            self._db.execute("INSERT INTO evaluations VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                             (name, version, episodes, solved, mean_reward, time.time(), task_set,
+                              json.dumps(metrics or {})))
 
     def evaluations(self) -> list[EvaluationRow]:
         """In the order in which they were added."""
-        return [EvaluationRow(*row) for row in self._db.execute("SELECT * FROM evaluations ORDER BY rowid")]
+        rows = self._db.execute("SELECT * FROM evaluations ORDER BY rowid")
+        return [EvaluationRow(*row, json.loads(metrics)) for *row, metrics in rows]
 
     def summary_rows(self) -> Summary:
         """What a run's summary needs of the trajectories; decodes no blob."""
@@ -337,6 +371,10 @@ class Store:
 
     def _set(self, key: str, value: Any) -> None:
         self._db.execute("INSERT OR REPLACE INTO state VALUES (?, ?)", (key, json.dumps(value)))
+
+    def sum_of(self, key: str) -> int:
+        """Of what each controller says under key/<its index>: "in_flight" (episodes), "redundant" (cancelled ones)."""
+        return self._one("SELECT COALESCE(SUM(value), 0) FROM state WHERE key GLOB ?", f"{key}/*")[0]
 
     def set_published(self, version: int, step: int) -> None:
         """Say that the engines now serve weight `version`, which includes `step` learner steps."""
@@ -371,8 +409,8 @@ def _row(trajectory: Trajectory, seq: int) -> dict[str, Any]:
 
 
 _DROP_BROKEN_GROUPS = """
-    UPDATE trajectories SET state = 'dropped', reason = 'incomplete group' WHERE state = 'ready' AND EXISTS (
-        SELECT 1 FROM trajectories AS other
+    UPDATE trajectories SET state = 'dropped', reason = 'incomplete group' WHERE state = 'ready' AND (
+        SELECT SUM(other.state = 'error') > ? OR SUM(other.state = 'dropped') > 0 FROM trajectories AS other
         WHERE other.group_id = trajectories.group_id AND other.state IN ('dropped', 'error'))"""
 _READY_AGAIN = "SELECT row FROM trajectories WHERE state = 'ready' AND step = ? ORDER BY seq, row"
 # A group's seqs are consecutive, so that ordering by seq keeps its members together.

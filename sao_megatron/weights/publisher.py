@@ -58,6 +58,9 @@ class Publisher:
         self._served: set[str] = set()
         """Engines that hold what this learner published last, as far as rank 0 knows."""
         self._published: int | None = None
+        self.paused = 0.0
+        """Seconds in which the engines sampled nothing for the last publication: from the first pause that was asked
+        for to the last resumption that was confirmed, as rank 0 saw them."""
 
     # Publishing
 
@@ -137,6 +140,7 @@ class Publisher:
         mode, session = self.section.mode, self.transport.needs_session
         flush = mode != "in_place"  # refused while requests hold their cache
         prove = bool(new and self.section.verify_every)
+        began = time.monotonic()
         error = self._ask_all(lambda client, _: _open(client, mode, session, repeated or client.url in new))
         checksums = []
         for _ in range(1 + prove):
@@ -146,6 +150,7 @@ class Publisher:
             if prove and not error:
                 checksums.append(self._from_head(lambda: self._checksums(new)))
         error = error or self._ask_all(lambda client, _: _close(client, session))
+        self.paused = time.monotonic() - began
         if prove and not error:
             for url in checksums[0].keys() & checksums[1].keys():
                 verification.check_coverage(url, checksums[0][url], checksums[1][url])

@@ -28,7 +28,8 @@ END_SECONDS = 60.0
 
 STEPS, CRITIC_ONLY, BATCH, EVALUATED = 6, 2, 16, 64
 FINISHED = [f"steps={STEPS}", f"algorithm.critic_only_steps={CRITIC_ONLY}", f"batch.trajectories={BATCH}",
-            f"evaluation.episodes={EVALUATED}", "warmup.steps=30", "warmup.trajectories=64",
+            f"evaluation.episodes={EVALUATED}", "evaluation.every=3", "evaluation.pinned=true",
+            "warmup.steps=30", "warmup.trajectories=64",
             # Rollouts never reach the bound on the lag and so never wait for the learner, however fast the engine is:
             # every publication meets episodes in flight, and versions mix.
             "task.options.turns=10", "rollout.concurrency=4", f"rollout.max_lag={STEPS + CRITIC_ONLY}",

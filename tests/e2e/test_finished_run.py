@@ -19,7 +19,7 @@ TOTAL = STEPS + CRITIC_ONLY
 EVERY_STEP = ["reward/mean", "reward/solve_rate", "lag/mean", "critic/explained_variance", "critic/grad_norm",
               "learner/tokens_per_second", "engine/tokens_per_second", "seconds/publish", "queue/ready",
               "learner/flops_per_second", "engine/flops_per_second", "machine/cores", "pacing/max_lag",
-              "sglang/running 0", "sglang/cache_used 0"]
+              "sglang/running 0", "sglang/cache_used 0", "publication/paused"]
 EVERY_UPDATE = ["mask/dropped", "mask/dropped_low", "mask/dropped_high", "policy/grad_norm", "experts/busiest"]
 
 
@@ -117,7 +117,8 @@ def test_histogram_in_tensorboard(events, steps, tag):
 def test_summary(summary):
     assert set(summary) == {
         "solve_rate_start", "solve_rate_end", "eval_episodes", "steps", "trajectories_trained", "mask_rate_mean",
-        "lag_mean", "lag_max", "mixed_version_trajectories", "seconds", "tokens_per_second"}
+        "lag_mean", "lag_max", "mixed_version_trajectories", "seconds", "tokens_per_second", "evaluations",
+        "not_trained"}
     assert summary["steps"] == TOTAL
     assert summary["trajectories_trained"] == TOTAL * BATCH
     assert summary["eval_episodes"] == EVALUATED
@@ -125,6 +126,19 @@ def test_summary(summary):
     assert summary["lag_max"] >= 1 and summary["lag_mean"] > 0
     assert summary["mixed_version_trajectories"] > 0
     assert 0 <= summary["mask_rate_mean"] < 1
+
+
+# If this fails, an evaluation of a real run is left out, trained on, or lost to whoever looks for it.
+def test_evaluations(finished, summary, events):
+    assert [one["name"] for one in summary["evaluations"]] == ["start", "update 3", "end"]
+    for one, version in zip(summary["evaluations"], (0, 3, STEPS), strict=True):
+        assert one["version"] == one["first_version"] == one["last_version"] == version  # evaluation.pinned
+        assert one["set"] == "guess_number" and one["episodes"] == EVALUATED
+        assert one["pass@1"] == one["avg@1"] == one["solve_rate"]
+    shown = events.Scalars("evaluation/guess_number/solve_rate")
+    assert [point.value for point in shown] == pytest.approx([one["solve_rate"] for one in summary["evaluations"]])
+    assert [point.step for point in shown] == [0, CRITIC_ONLY + 3, TOTAL]
+    assert query(finished.folder.store_path, "SELECT COUNT(*) FROM trajectories")[0][0] <= 9 * BATCH + TOTAL * BATCH
 
 
 # If this fails, the summary's times do not add up, so that nobody can say where a run's time went.

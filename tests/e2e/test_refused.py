@@ -34,6 +34,13 @@ REFUSED = {
     "config.json field": ("model.fresh.sliding_windows=128", "sliding_windows"),
     "config.json value": ("model.fresh.attention_bias=true", "attention_bias"),
     "foreign address": ("engine.host=192.0.2.1", "engine.host=192.0.2.1: 0 ports can be used, 1 are needed"),
+    "idle controllers": ("rollout={concurrency: 2, controllers: 3}",
+                         "rollout: concurrency=2 leaves some of controllers=3 without an episode"),
+    "redundancy without groups": ("rollout.redundancy=2", "rollout.redundancy=2 is for groups, preset sao has single"),
+    "unknown key of a set": ("evaluation.sets={hard: {task: {name: levers}, episodes: 3, smples: 2}}",
+                             "evaluation.sets.hard.smples: unknown key; known keys here: task, episodes, samples"),
+    "unknown task of a set": ("evaluation.sets={hard: {task: {name: nothing}, episodes: 3}}",
+                              "unknown task 'nothing': known are"),
     "small vocabulary": ("model.fresh.vocab_size=16", "the model's vocabulary has 16"),
 }
 

@@ -2,30 +2,19 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+import subprocess
+import sys
 
-from real_run import BATCH, START_SECONDS, query, stored
-from safetensors.torch import load_file, save_file
+from real_run import BATCH, ENVIRONMENT, ROOT, START_SECONDS, query, stored
 
 from sao_megatron.trajectory.recorded import find_store
 
 
-def untied(source: Path, target: Path) -> Path:
-    """The same model with a head of its own: SGLang does not tie a Qwen3-MoE's when it loads it by itself."""
-    tensors = {name: tensor for file in source.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    target.mkdir()
-    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, target / "model.safetensors")
-    config = json.loads((source / "config.json").read_text()) | {"tie_word_embeddings": False}
-    (target / "config.json").write_text(json.dumps(config))
-    return target
-
-
-# If this fails, trajectories cannot be recorded without a learner, or too few or too many are, or from other weights.
-def test_rollout_fills_a_store(finished, start_run, tmp_path):
-    model = untied(finished.folder.export_path, tmp_path / "model")
-    run = start_run("filled", f"model={{path: {model}, dtype: float32}}", "steps=2",
+# If one fails, trajectories cannot be recorded without a learner, or too few or too many are, or from other weights.
+def test_rollout_fills_a_store(finished, start_run):
+    run = start_run("filled", f"model={{path: {finished.folder.export_path}, dtype: float32}}", "steps=2",
                     "algorithm.critic_only_steps=1", f"batch.trajectories={BATCH}", "evaluation.episodes=0",
-                    verb="rollout")
+                    "rollout.controllers=2", verb="rollout")
     assert run.wait(START_SECONDS) == 0, f"{run.out}\n{run.err}"
     run.children()
     assert run.survivors() == []
@@ -34,3 +23,16 @@ def test_rollout_fills_a_store(finished, start_run, tmp_path):
                  "GROUP BY state") == [("ready", 3 * BATCH, 0, 0)]
     assert len(stored(find_store(run.folder.path, 3 * BATCH))) == 3 * BATCH
     assert {file.name for file in run.folder.log_dir.iterdir()} == {"engine-0.log", "controller.log"}
+
+
+# If this fails, a checkpoint cannot be evaluated by itself, or with other weights or fewer episodes.
+def test_evaluate_a_checkpoint(finished, tmp_path):
+    command = [sys.executable, "-m", "sao_megatron.cli", "evaluate", str(finished.folder.export_path), "guess_number",
+               "levers", "--episodes", "15", "--samples", "2", f"runs_dir={tmp_path}", "name=checked"]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, cwd=ROOT, timeout=START_SECONDS)
+    assert done.returncode == 0, done.stderr
+    assert "pass@2" in done.stdout and "levers" in done.stdout
+    found = json.loads((tmp_path / "checked" / "summary.json").read_text())["evaluations"]
+    assert {(one["set"], one["episodes"]) for one in found} == {("guess_number", 30), ("levers", 30)}
+    assert all(one["first_version"] == one["last_version"] == 0 for one in found)
+    assert query(tmp_path / "checked" / "trajectories.sqlite", "SELECT COUNT(*) FROM trajectories") == [(0,)]

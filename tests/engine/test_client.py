@@ -272,6 +272,25 @@ async def test_client_in_another_thread(engine):
     assert await asyncio.to_thread(lambda: asyncio.run(version())) == engine.version
 
 
+# If this fails, the oldest episodes wait behind younger ones, or an evaluation delays training: priorities are ignored.
+async def test_waiting_requests_are_taken_by_priority(engine):
+    ended = []
+
+    async def ask(client, name: str, length: int, priority: int):
+        await sample(client, [3], length, priority=priority, rid=name)
+        ended.append(name)
+    async with engine.client() as client:
+        await client.pause("in_place")  # nothing is taken before all are there
+        running = [asyncio.create_task(ask(client, f"filler {i}", 40, 5)) for i in range(64)]  # max_running_requests
+        await asyncio.sleep(0.5)
+        running += [asyncio.create_task(ask(client, name, 40, priority))
+                    for name, priority in (("evaluation", -2**40), ("young", -900), ("old", -7))]
+        await asyncio.sleep(0.5)
+        await client.resume()
+        await asyncio.gather(*running)
+    assert [name for name in ended if not name.startswith("filler")][0] == "old" and ended[-1] == "evaluation"
+
+
 # If this fails, an answer that lacks a log-prob or a version is taken for a rollout.
 def test_odd_replies_are_refused():
     def answer(**changes):

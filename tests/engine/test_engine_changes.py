@@ -20,6 +20,9 @@ from served import START_SECONDS, VOCAB, engine_process, hf_logprobs, make_tiny_
 
 from sao_megatron.engine.client import EngineClient
 from sao_megatron.errors import RunError
+from sao_megatron.rollout.episode import EpisodeSettings, run_episode
+from sao_megatron.rollout.pool import EnginePool
+from sao_megatron.rollout.tasks.base import Prompt, Step
 
 HERE = Path(__file__).parent
 PUBLICATION = {"bucket_mib": 0.05, "timeout": 60, "tolerance": 1e-4}  # about ten buckets
@@ -146,28 +149,51 @@ def test_engines_come_and_go(stand):
     assert stand.publish() == set(stand.urls)
 
 
-# If one fails, a mode or the way over the disk loses a request under way, or gives its tokens wrong versions.
-@pytest.mark.parametrize(("change", "prompt"), [
-    ({"mode": "in_place"}, [3, 4, 5]),
-    ({"mode": "abort"}, [6, 7, 8]),  # another prompt: the cache of the one before holds weights of long ago
-    ({"via": "disk"}, [10, 11, 12]),
+class OneTurn:
+    """A task of which an episode is one long turn."""
+
+    name, vocab_size, stop_token_ids, max_turns, max_new_tokens = "one turn", VOCAB, [], 1, None
+
+    def environment(self, prompt):
+        self.prompt = prompt.data
+        return self
+
+    async def reset(self):
+        return self.prompt
+
+    async def step(self, action):
+        return Step(done=True)
+
+
+# If one fails, a mode or the way over the disk loses an episode under way, or gives its tokens wrong versions.
+@pytest.mark.parametrize(("change", "prompt", "request_tokens"), [
+    ({"mode": "in_place"}, [3, 4, 5], 4096),
+    ({"mode": "abort"}, [6, 7, 8], 4096),  # another prompt: the cache of the one before holds weights of long ago
+    ({"via": "disk"}, [10, 11, 12], 4096),
+    ({"mode": "retract"}, [13, 14, 15], 90),  # the turn is asked for in pieces
 ], ids=str)
-def test_modes_and_disk(stand, change, prompt, tmp_path):
+def test_modes_and_disk(stand, change, prompt, request_tokens, tmp_path):
     from transformers import AutoModelForCausalLM
     stand.do(save=str(tmp_path / "old"))
     old_version = stand.version
 
     async def cross():
         async with stand.client(0) as client:
-            running = asyncio.create_task(client.generate(prompt, max_new_tokens=700, temperature=1.0,
-                                                          stop_token_ids=[], rid=f"crossing {change}"))
-            await asyncio.sleep(0.5)
-            stand.version += 1
-            path = stand.send(publication=PUBLICATION | change, shift=stand.version, publish=stand.version,
-                              save=str(tmp_path / "new"))
-            crossing = await running
-            assert await asyncio.to_thread(stand.answer, path) == set(stand.urls)
-            return crossing, await client.generate([9, 8, 7, 6], max_new_tokens=30, temperature=1.0, stop_token_ids=[])
+            settings = EpisodeSettings(temperature=1.0, max_new_tokens=700, max_tokens=1000, environment_retries=0,
+                                       request_timeout=60)
+            pool = EnginePool([client], patience=60, request_tokens=request_tokens)
+            with pool.seat() as seat:
+                running = asyncio.create_task(run_episode(seat, OneTurn(), Prompt("p", prompt), settings, 0))
+                return await during(running, client)
+
+    async def during(running, client):
+        await asyncio.sleep(0.5)
+        stand.version += 1
+        path = stand.send(publication=PUBLICATION | change, shift=stand.version, publish=stand.version,
+                          save=str(tmp_path / "new"))
+        crossing = await running
+        assert await asyncio.to_thread(stand.answer, path) == set(stand.urls)
+        return crossing, await client.generate([9, 8, 7, 6], max_new_tokens=30, temperature=1.0, stop_token_ids=[])
 
     crossing, later = asyncio.run(cross())
     stand.verified()
@@ -175,14 +201,11 @@ def test_modes_and_disk(stand, change, prompt, tmp_path):
     assert set(later.versions) == {stand.version}
     want = hf_logprobs(new, [9, 8, 7, 6, *later.tokens])[3:]
     assert np.abs(np.array(later.logprobs) - want).max() < 1e-4
-    versions, got = np.array(crossing.versions), np.array(crossing.logprobs)
+    versions, got = crossing.action_versions, crossing.rollout_logprobs[crossing.action_mask]
     before, after = versions == old_version, versions == stand.version
-    by_old, by_new = (np.array(hf_logprobs(m, [*prompt, *crossing.tokens])[2:]) for m in (old, new))
-    assert before.any() and np.abs(got - by_old)[before].max() < 1e-4
-    if change == {"mode": "abort"}:
-        assert crossing.finish == "abort" and before.all()
-        return
-    assert crossing.finish == "length" and after.any() and (before | after).all()
+    by_old, by_new = (np.array(hf_logprobs(m, crossing.tokens.tolist())[2:]) for m in (old, new))
+    assert len(versions) == 700 and before.any() and after.any() and (before | after).all()
+    assert (np.diff(versions) >= 0).all() and np.abs(got - by_old)[before].max() < 1e-4
     if change == {"mode": "in_place"}:  # new weights over the old ones' keys and values: neither model's
         assert np.abs(got - by_old)[after].max() > 1e-3
     else:

@@ -4,19 +4,19 @@ The fake answers as a policy function of the ids it was sent. The end-to-end tes
 """
 import asyncio
 import sqlite3
-from types import SimpleNamespace
 
 import pytest
 
 from sao_megatron.config import parse
+from sao_megatron.engine.reply import Generation
 from sao_megatron.errors import RunError
 from sao_megatron.rollout.controller import run_controller
 from sao_megatron.rollout.episode import EpisodeSettings, run_episode
-from sao_megatron.rollout.evaluate import evaluate
+from sao_megatron.rollout.evaluate import EvaluationSet, evaluate
 from sao_megatron.rollout.pool import EnginePool
 from sao_megatron.rollout.tasks.base import Prompt, Step
 from sao_megatron.rollout.tasks.guess_number import EOT, HIGHER, LOWER, WIN, GuessNumber
-from sao_megatron.trajectory.store import MAX_LAG, Store
+from sao_megatron.trajectory.store import MAX_LAG, Store, within
 from sao_megatron.trajectory.types import Status
 
 SETTINGS = EpisodeSettings(temperature=1.0, max_new_tokens=8, max_tokens=64, environment_retries=2, request_timeout=0.2)
@@ -29,7 +29,7 @@ class FakeEngine:
         self.policy, self.cuts, self.version = policy, list(cuts), 0
         self.requests, self.running, self.most_running = [], 0, 0
 
-    async def generate(self, input_ids, *, max_new_tokens, temperature, stop_token_ids, rid=None):
+    async def generate(self, input_ids, *, max_new_tokens, temperature, stop_token_ids, priority=0):
         self.requests.append(list(input_ids))
         self.running += 1
         self.most_running = max(self.most_running, self.running)
@@ -42,8 +42,13 @@ class FakeEngine:
         if self.cuts:
             tokens, finish = tokens[:self.cuts.pop(0)], "abort"
         version, self.version = self.version, self.version + (finish == "abort")
-        return SimpleNamespace(tokens=tokens, logprobs=[-0.5] * len(tokens), versions=[version] * len(tokens),
-                               finish=finish)
+        return Generation(tokens, [-0.5] * len(tokens), [version] * len(tokens), finish)
+
+    async def healthy(self):
+        return True
+
+    async def model_version(self):
+        return self.version
 
 
 class TalkTask:
@@ -163,18 +168,26 @@ def test_engine_failure_is_not_the_environments():
         episode(DeadEngine(), TalkTask(Step(done=True)))
 
 
+SETS = [EvaluationSet("guess_number", GuessNumber(), 15, 1)]
+
+
 def config(**sections):
     return parse(dict(name="t", model=dict(fresh={}), task=dict(name="guess_number"), batch=dict(trajectories=6),
                       evaluation=dict(episodes=15), rollout=dict(concurrency=8, max_lag=1)) | sections)
 
 
-async def learn(store: Store, steps: int, batch: int = 6, group: int = 1) -> None:
-    """Take `steps` steps through the store as the learner would."""
+async def learn(store: Store, engines: list[FakeEngine], steps: int, batch: int = 6, group: int = 1,
+                evaluated: list[int] = ()) -> None:
+    """Take `steps` steps through the store as the learner would; wait for the evaluations (of two sets) of some."""
     store.set_published(0, 0)
     for step in range(steps):
+        while step in evaluated and sum(row.name == within(step) for row in store.evaluations()) < 2:
+            await asyncio.sleep(0.005)
         while not (leased := store.lease(batch, "learner", version=step, group_size=group)):
             await asyncio.sleep(0.005)
         store.mark_trained(step, step + 1, [trajectory.id for trajectory in leased], {}, "learner")
+        for engine in engines:
+            engine.version = step + 1
         store.set_published(step + 1, step + 1)
     store.set_state("finished", True)
 
@@ -190,8 +203,8 @@ def test_controller_feeds_a_learner_and_evaluates_twice(tmp_path):
     async def run(store, steps):
         engines = [FakeEngine(binary_search), FakeEngine(binary_search)]
         grouped = config(algorithm=dict(preset="grpo_dis", rollouts_per_prompt=3))
-        learner = asyncio.create_task(learn(store, steps))
-        await asyncio.wait_for(run_controller(grouped, GuessNumber(), store, engines), 60)
+        learner = asyncio.create_task(learn(store, engines, steps))
+        await asyncio.wait_for(run_controller(grouped, GuessNumber(), store, engines, sets=SETS), 60)
         await learner
         return engines
     with Store(tmp_path / "store.db") as store:
@@ -199,7 +212,7 @@ def test_controller_feeds_a_learner_and_evaluates_twice(tmp_path):
         assert [(e.name, e.version, e.episodes, e.solved) for e in store.evaluations()] == [("start", 0, 15, 15),
                                                                                            ("end", 5, 15, 15)]
         assert store.counts()["trained"] == 30 and sum(store.counts().values()) <= (5 + 1 + 1) * 6
-        assert store.get_state("in_flight") == 0
+        assert store.sum_of("in_flight") == 0
         assert all(1 < engine.most_running <= 4 for engine in engines)
     database = sqlite3.connect(tmp_path / "store.db")
     seqs, groups = zip(*database.execute("SELECT seq, group_id FROM trajectories ORDER BY seq"), strict=True)
@@ -212,14 +225,16 @@ def test_restarted_controller_continues_at_the_next_seq(tmp_path):
     """Fails if a restart repeats prompts, or stops producing because of what the first one left behind."""
     async def first_half(store):
         store.set_published(0, 0)
-        controller = asyncio.create_task(run_controller(config(), GuessNumber(), store, [FakeEngine(binary_search)]))
+        engines = [FakeEngine(binary_search)]
+        controller = asyncio.create_task(run_controller(config(), GuessNumber(), store, engines, sets=SETS))
         await until_ready(store, 5)
         controller.cancel()
         await asyncio.wait([controller])
 
     async def second_half(store):
-        learner = asyncio.create_task(learn(store, steps=4))
-        await asyncio.wait_for(run_controller(config(), GuessNumber(), store, [FakeEngine(binary_search)]), 60)
+        engines = [FakeEngine(binary_search)]
+        learner = asyncio.create_task(learn(store, engines, steps=4))
+        await asyncio.wait_for(run_controller(config(), GuessNumber(), store, engines, sets=SETS), 60)
         await learner
     with Store(tmp_path / "store.db") as store:
         asyncio.run(first_half(store))
@@ -256,8 +271,9 @@ def test_groups_with_failed_or_lost_members_never_stall(tmp_path):
         await asyncio.wait([controller])
 
     async def second_half(store):
-        learner = asyncio.create_task(learn(store, steps=8, group=3))
-        await asyncio.wait_for(run_controller(grouped, FlakyGuess(), store, [FakeEngine(binary_search)]), 60)
+        engines = [FakeEngine(binary_search)]
+        learner = asyncio.create_task(learn(store, engines, steps=8, group=3))
+        await asyncio.wait_for(run_controller(grouped, FlakyGuess(), store, engines), 60)
         await learner
     with Store(tmp_path / "store.db") as store:
         asyncio.run(first_half(store))
@@ -293,7 +309,7 @@ def test_always_failing_environment_stops_the_run(tmp_path):
     """Fails if a broken task spins for ever, or the message hides what broke it."""
     with Store(tmp_path / "store.db") as store:
         store.set_published(0, 0)
-        with pytest.raises(RunError, match="20 episodes in a row; the first with: OSError: no host"):
+        with pytest.raises(RunError, match="20 episodes of task talk in a row failed; the first .*no host"):
             broken, engine = TalkTask(OSError("no host")), FakeEngine(two_words)
             asyncio.run(run_controller(config(evaluation={}), broken, store, [engine]))
         assert store.counts()["error"] >= 20 and store.counts()["ready"] == 0
@@ -314,10 +330,13 @@ def test_evaluation_does_not_count_failed_environments(tmp_path):
     """Fails if failed environments lower the solve rate, or a wholly failed evaluation passes for one."""
     won, lost = Step(reward=1, done=True, info={"solved": True}), Step(done=True, info={"solved": False})
     plain = config(rollout=dict(environment_retries=0, concurrency=1))
+
+    def run(task, name, store):
+        pool = EnginePool([FakeEngine(two_words)], 1)
+        asyncio.run(evaluate(plain, [EvaluationSet("talk", task, 4, 1)], pool, name, 2, store))
     with Store(tmp_path / "store.db") as store:
-        task = TalkTask(won, OSError("no host"), won, lost)
-        rate = asyncio.run(evaluate(plain, task, EnginePool([FakeEngine(two_words)], 1), 4, "mixed", 2, store))
-        assert rate == pytest.approx(2 / 3) and store.evaluations()[0][:5] == ("mixed", 2, 3, 2, pytest.approx(2 / 3))
+        run(TalkTask(won, OSError("no host"), won, lost), "mixed", store)
+        assert store.evaluations()[0][:5] == ("mixed", 2, 3, 2, pytest.approx(2 / 3))
+        assert store.evaluations()[0].metrics["errors"] == 1
         with pytest.raises(RunError, match="failed in all 4 episodes; the first: OSError: no host"):
-            asyncio.run(evaluate(plain, TalkTask(OSError("no host")), EnginePool([FakeEngine(two_words)], 1), 4,
-                                 "broken", 2, store))
+            run(TalkTask(OSError("no host")), "broken", store)

@@ -46,7 +46,7 @@ def folder(tmp_path):
     with Store(folder.store_path) as store:
         for step in range(25):
             add_step(store, step)
-        store.set_state("in_flight", 7)
+        store.set_state("in_flight/0", 7)
     return folder
 
 

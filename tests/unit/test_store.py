@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from sao_megatron.errors import RunError
+from sao_megatron.rollout.pacing import Deal
 from sao_megatron.trajectory.journal import journal_mode
 from sao_megatron.trajectory.store import Store
 from sao_megatron.trajectory.types import Status, Trajectory, TrajectoryBuilder
@@ -58,7 +59,6 @@ def test_lease_takes_exactly_count_oldest_first(store):
     leased = store.lease(3, "learner", version=0)
     assert [t.id for t in leased] == [by_seq[seq].id for seq in (1, 2, 4)]
     assert store.counts() == {"ready": 1, "leased": 3, "trained": 0, "dropped": 0, "error": 1}
-    assert store.next_seq() == 6
 
 
 def test_append_is_idempotent(store):
@@ -68,7 +68,7 @@ def test_append_is_idempotent(store):
     [leased] = store.lease(1, "learner", version=0)
     store.append(leased, 7)
     assert store.counts()["leased"] == 1 and store.counts()["ready"] == 0
-    assert store.appended_tokens() == 2 and store.next_seq() == 1
+    assert store.appended_tokens() == 2
 
 
 def test_stale_are_dropped_even_when_the_batch_is_short(store):
@@ -200,17 +200,29 @@ def test_state_publication_and_evaluations_come_back(store):
     assert store.published() is None and store.get_state("stop", False) is False
     store.set_published(3, 2)
     store.set_state("stop", True)
-    store.add_evaluation("start", 3, 30, 8, 0.25)
+    store.add_evaluation("start", 3, 30, 8, 0.25, "games", {"pass@1": 0.5})
     with Store(store.path) as other:
         assert other.published() == (3, 2) and other.get_state("stop") is True
         [evaluation] = other.evaluations()
-    assert (evaluation.name, evaluation.episodes, evaluation.solved, evaluation.mean_reward) == ("start", 30, 8, 0.25)
+    assert evaluation[:5] == ("start", 3, 30, 8, 0.25)
+    assert (evaluation.task_set, evaluation.metrics) == ("games", {"pass@1": 0.5})
+
+
+# If this fails, an episode that a dead controller had half played goes on from other turns than were played.
+def test_turns_of_episodes_under_way_are_kept_until_they_end(store):
+    store.keep_turns([(3, 0, {"tokens": [1]}), (3, 1, {"tokens": [2]}), (4, 0, "other")])
+    with Store(store.path) as other:
+        assert other.kept_turns(3) == [{"tokens": [1]}, {"tokens": [2]}]
+    store.keep_turns([(3, 0, "again")])
+    assert store.kept_turns(3) == ["again"]
+    store.append(make(), 3)
+    assert store.kept_turns(3) == [] and store.kept_turns(4) == ["other"]
 
 
 def test_other_files_are_refused(tmp_path, store):
     """Fails if a store of another schema, or no store at all, is read as if it were one."""
     sqlite3.connect(store.path).execute("PRAGMA user_version = 99")
-    with pytest.raises(RunError, match="schema version 99, expected 1"):
+    with pytest.raises(RunError, match="schema version 99, expected 2"):
         Store(store.path)
     (tmp_path / "text").write_text("not a database " * 100)
     with pytest.raises(RunError, match="cannot be opened"):
@@ -290,14 +302,31 @@ def test_broken_groups_are_dropped_and_counted(store):
     assert store.summary_rows().reasons == {"incomplete group": 3, "no host": 1, "stale": 1}
 
 
-def test_groups_that_lost_a_member_in_flight_are_completed(store):
-    """Fails if a restarted controller leaves groups that nobody completes, so that finished trajectories are lost."""
+# If this fails, a group of which one rollout failed is lost although a redundant one stands in for it, or is trained
+# without enough of them.
+def test_redundant_rollouts_stand_in_for_failed_ones(store):
+    for seq in (0, 1):
+        store.append(member("whole"), seq)
+        store.append(member("broken"), 3 + seq)
+    store.append(member("whole", status=Status.ERROR, error="no host"), 2)
+    for seq in (6, 7):
+        store.append(member("broken", status=Status.ERROR, error="no host"), seq)
+    assert {t.group_id for t in store.lease(2, "learner", 0, group_size=2, redundancy=1)} == {"whole"}
+    assert store.summary_rows().reasons == {"incomplete group": 2, "no host": 3}
+
+
+# If this fails, a restarted controller repeats prompts, skips some, or leaves groups that nobody completes.
+def test_a_new_controller_deals_what_the_dead_one_had_in_flight(store):
     for group, seq in (("whole", 0), ("whole", 1), ("whole", 2), ("lost", 5), ("trained", 6), ("trained", 8),
                        ("trained", 7)):
         store.append(member(group), seq)
     store.append(member("failed", status=Status.ERROR, error="no host"), 9)
     store.append(member("failed"), 10)
-    assert store.missing_seqs(3) == [3, 4]
-    for seq in (3, 4):
-        store.append(member("lost"), seq)
-    assert store.missing_seqs(3) == []
+    store.append(member("later"), 15)
+
+    def dealt(count: int, index: int = 0, controllers: int = 1) -> list[int]:
+        deal = Deal(store, 3, 0, index, controllers, skip=lambda group: False)
+        return [deal.start()[0] for _ in range(count)]
+    assert dealt(11) == [3, 4, 12, 13, 14, 16, 17, 18, 19, 20, 21]  # nothing of the group in which one failed
+    assert dealt(5, 0, 2) == [12, 13, 14, 18, 19] and dealt(8, 1, 2) == [3, 4, 16, 17, 21, 22, 23, 27]
+    assert [Deal(store, 3, 0, index, 2, lambda group: False).live(0) for index in (0, 1)] == [6, 3]
