@@ -7,7 +7,7 @@ SHELL := /bin/bash
 help:
 	@echo "make demo       train the demo recipe on this machine (CPU is enough)"
 	@echo "make test       all tests; make test-fast: the unit tests only (seconds)"
-	@echo "make lint       ruff"
+	@echo "make lint       ruff, shellcheck"
 	@echo "make clean      remove .venv, caches and build outputs (runs/ is kept)"
 
 setup:
@@ -22,6 +22,7 @@ demo: setup
 
 test: setup
 	@bash tools/chromium.sh
+	@bash tools/slurm.sh
 	@$(PYTHON) -m pytest tests
 
 test-fast: setup
@@ -29,6 +30,8 @@ test-fast: setup
 
 lint: setup
 	@$(PYTHON) -m ruff check .
+	@if command -v shellcheck >/dev/null; then shellcheck -x slurm/*.sbatch slurm/*.sh launch/*.sh tools/*.sh; \
+	else echo "shellcheck is not installed: the shell scripts were not checked"; fi
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

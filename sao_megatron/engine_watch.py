@@ -2,15 +2,17 @@
 from __future__ import annotations
 
 import time
-from http.client import HTTPConnection, HTTPException
-from urllib.parse import urlsplit
 
 from sao_megatron.config import RunConfig
+from sao_megatron.engine.process import answers
 from sao_megatron.errors import RunError, Unfinished
 from sao_megatron.placement.plan import Placement
 from sao_megatron.run_folder import RunFolder
 from sao_megatron.supervisor import Supervisor
 from sao_megatron.telemetry.progress import Progress
+
+HEALTH_SECONDS = 0.5
+"""For an engine to say that it is healthy."""
 
 
 class EngineWatch:
@@ -98,22 +100,9 @@ class EngineWatch:
     def check(self) -> None:
         """Note which engines have become healthy. Raises RunError if one takes too long."""
         for name, since in list(self.starting.items()):
-            if name in self.lost or _is_healthy(self.urls[name]):
+            if name in self.lost or answers(self.urls[name], HEALTH_SECONDS):
                 del self.starting[name]
             elif time.monotonic() - since > self._config.engine.start_timeout:
                 raise RunError(f"{name} at {self.urls[name]} is not healthy after "
                                f"{self._config.engine.start_timeout:.0f} s (engine.start_timeout): see "
                                f"{self._supervisor.log_path(name)}")
-
-
-def _is_healthy(url: str) -> bool:
-    """Whether GET /health says 200. Not by urllib, which would ask an HTTP proxy."""
-    address = urlsplit(url)
-    connection = HTTPConnection(address.hostname, address.port, timeout=0.5)
-    try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == 200
-    except (OSError, HTTPException):
-        return False
-    finally:
-        connection.close()

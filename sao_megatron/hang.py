@@ -34,6 +34,10 @@ class Watchdog:
         self._last: list[Beat] = []
         self._since = self._looked = time.monotonic()
 
+    def rest(self) -> None:
+        """What is waited for now has a deadline of its own."""
+        self._since = time.monotonic()
+
     def hangs(self) -> bool:
         now = time.monotonic()
         if not self._timeout or now - self._looked < min(LOOK_SECONDS, self._timeout / 4):

@@ -6,6 +6,7 @@ Where they start is the placement's: this machine, or the nodes of the Slurm job
 """
 from __future__ import annotations
 
+import asyncio
 import shutil
 import time
 from pathlib import Path
@@ -166,26 +167,30 @@ def _refuse_a_crash_loop(config: RunConfig, folder: RunFolder, saved_step: int) 
 def _place(config: RunConfig, folder: RunFolder, slurm: bool) -> Placement:
     """Raises UserError where the machines do not hold the run."""
     if slurm:
+        from sao_megatron.placement.allocation import Allocation
         from sao_megatron.placement.slurm import SlurmPlacement
-        return SlurmPlacement(config, folder)
+        return SlurmPlacement(config, folder, Allocation.ours())
     from sao_megatron.placement.local import local_plan
     return OneMachine(local_plan(config, folder), folder.log_dir)
 
 
 def _run(config: RunConfig, folder: RunFolder, placement: Placement, progress: Progress) -> None:
-    progress.event("start", folder.path.name, f"started from step {progress.saved_step}")
+    earlier = read(folder.events_path)
+    silent = earlier and earlier[-1].kind not in ("requeue", "failure", "end")
+    progress.record("start", folder.path.name, f"started from step {progress.saved_step}" + (
+        "; the launcher before ended without a word: it was killed, or its node was lost" if silent else ""))
     try:
         _watch(config, folder, placement, progress)
     except Unfinished as reason:
-        progress.event("requeue", folder.path.name, str(reason))
+        progress.record("requeue", folder.path.name, str(reason))
         raise
     except (RunError, UserError) as error:
-        progress.event("failure", folder.path.name, str(error))
+        progress.record("failure", folder.path.name, str(error))
         raise type(error)(f"{error}\ngo on with: sao-megatron resume {folder.path}") from None
     except (KeyboardInterrupt, SystemExit):
-        progress.event("end", folder.path.name, "interrupted")
+        progress.record("end", folder.path.name, "interrupted")
         raise
-    progress.event("end", folder.path.name, "finished")
+    progress.record("end", folder.path.name, "finished")
     written = summary.write_summary(folder.path)
     if config.evaluation.only:
         summary.show_evaluations(written)
@@ -194,12 +199,14 @@ def _run(config: RunConfig, folder: RunFolder, placement: Placement, progress: P
 
 
 def _watch(config: RunConfig, folder: RunFolder, placement: Placement, progress: Progress) -> None:
-    with Store(folder.store_path) as store, Supervisor(placement.log_dir) as supervisor:
+    with Store(folder.store_path) as store, Supervisor(placement.log_dir, placement.grace) as supervisor:
         store.forget("finished", "stop")
         if store.get_state(summary.STARTED_AT) is None:
             store.set_state(summary.STARTED_AT, time.time())
         placement.check(supervisor, progress)
         folder.place_engines(placement.plan().urls)
+        if urls := placement.plan().sandbox_urls:
+            folder.place_sandboxes(urls)
         watch = Watch(config, placement, store, supervisor, progress)
         watch.start()
         progress.note(f"started {', '.join(supervisor.names)}; logs are in {supervisor.log_dir}")
@@ -214,6 +221,7 @@ def prepare(config: RunConfig, folder: RunFolder) -> None:
     """Check model, algorithm, layout and task (UserError), and write the run's folder."""
     from sao_megatron.learner import layout
     from sao_megatron.rollout.tasks import load_task
+    from sao_megatron.sandbox.pool import Pool
     from sao_megatron.telemetry import writers
     from sao_megatron.weights import value_head
     from sao_megatron.weights.hf import prepare_model, read_config
@@ -224,11 +232,27 @@ def prepare(config: RunConfig, folder: RunFolder) -> None:
     layout.check(config, hf_config)
     value_head.check(config, hf_config)
     writers.check(config)
-    check_task(config, load_task(config.task.name, config.task.options, model_dir), hf_config["vocab_size"])
+    sandbox = Pool.of(config.sandbox)
+    task = load_task(config.task.name, config.task.options, model_dir, sandbox)  # as a controller
+    check_task(config, task, hf_config["vocab_size"])
     for name, one in config.evaluation.sets.items():
-        _check_vocabulary(f"evaluation.sets.{name}", load_task(one.task.name, one.task.options, model_dir),
-                          hf_config["vocab_size"])
+        other = load_task(one.task.name, one.task.options, model_dir, sandbox)
+        _check_vocabulary(f"evaluation.sets.{name}", other, hf_config["vocab_size"])
+        other.evaluation_prompts(one.episodes)  # refused now where there are not so many
+    check_sandbox(config)
     run_config.save(config, folder.config_path)
+
+
+def check_sandbox(config: RunConfig) -> None:
+    """Where the task runs code on this machine, whether it can be isolated here."""
+    from sao_megatron.rollout.tasks import runs_code
+    from sao_megatron.sandbox.pool import SandboxError, check
+    if config.mode != "replay" and not config.sandbox.servers and runs_code(config.task.name, config.task.options):
+        try:
+            asyncio.run(check(config.sandbox))
+        except SandboxError as error:
+            raise UserError(f"task.name: {config.task.name} runs a model's code, and {error}; or start servers on "
+                            f"machines that can (sandbox.servers)") from None
 
 
 def check_algorithm(config: RunConfig) -> None:
@@ -254,6 +278,7 @@ def _check_vocabulary(key: str, task, vocab_size: int) -> None:
 
 def check_task(config: RunConfig, task, vocab_size: int) -> None:
     _check_vocabulary("task.name", task, vocab_size)
+    task.evaluation_prompts(config.evaluation.episodes)  # refused now where there are not so many
     if config.warmup.steps:
         try:
             next(iter(task.demonstrations(1, config.seed)))

@@ -96,11 +96,12 @@ async def _control(folder: RunFolder, config: RunConfig, store, index: int) -> N
     try:
         deadline = time.monotonic() + config.engine.start_timeout
         await _first(_healthy(client, deadline, config.engine.start_timeout) for client in listed())
-        task = _task(folder, config)
-        sets = evaluation_sets(config, task, folder.model_dir(config))
-        if index == 0:
-            looking.append(asyncio.create_task(watch_engines(listed, store)))
-        await run_controller(config, task, store, listed(), index=index, sets=sets, find_clients=listed)
+        async with _sandbox(folder, config) as sandbox:
+            task = _task(folder, config, sandbox)
+            sets = evaluation_sets(config, task, folder.model_dir(config), sandbox)
+            if index == 0:
+                looking.append(asyncio.create_task(watch_engines(listed, store)))
+            await run_controller(config, task, store, listed(), index=index, sets=sets, find_clients=listed)
     finally:
         for watching in looking:
             watching.cancel()
@@ -162,6 +163,6 @@ def learner(run_dir: Path) -> None:
     loop.main(config, folder.path, _task(folder, config))
 
 
-def _task(folder: RunFolder, config: RunConfig):
+def _task(folder: RunFolder, config: RunConfig, sandbox=None):
     from sao_megatron.rollout.tasks import load_task
-    return load_task(config.task.name, config.task.options, folder.model_dir(config))
+    return load_task(config.task.name, config.task.options, folder.model_dir(config), sandbox)

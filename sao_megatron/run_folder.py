@@ -27,6 +27,12 @@ class RunFolder:
         return self.path / "config.yaml"
 
     @property
+    def submitted_path(self) -> Path:
+        """The recipe as `sao-megatron submit` resolved it, beside the folder, which the job makes."""
+        path = self.path if self.path.name else self.path.absolute()
+        return path.with_name(f"{path.name}.submitted.yaml")
+
+    @property
     def engines_path(self) -> Path:
         """JSON list of the engines' URLs, by index."""
         return self.path / "engines.json"

@@ -12,7 +12,9 @@ from sao_megatron.errors import RunError, Unfinished
 from sao_megatron.hang import Watchdog
 from sao_megatron.placement.plan import Placement
 from sao_megatron.run_folder import RunFolder
+from sao_megatron.sandbox_watch import SandboxWatch
 from sao_megatron.supervisor import ProcessSpec, Supervisor
+from sao_megatron.telemetry.events import Kind
 from sao_megatron.telemetry.progress import Progress
 from sao_megatron.trajectory.store import ALARMS, Store
 
@@ -38,6 +40,7 @@ class Watch:
         self._supervisor, self._progress = supervisor, progress
         self._plan = placement.plan()
         self._engines = EngineWatch(config, placement, supervisor, progress)
+        self._sandboxes = SandboxWatch(placement, supervisor, progress)
         self._workers = {spec.name for spec in [*self._plan.learners, self._plan.controller] if spec}
         self._first_end: float | None = None
         self._end_by: float | None = None
@@ -57,7 +60,7 @@ class Watch:
 
     def start(self) -> None:
         """Start everything."""
-        self._start(self._engines.urls.keys() | self._workers)
+        self._start(self._engines.urls.keys() | self._workers | self._sandboxes.names)
 
     def until_done(self) -> None:
         """Return when the learner ranks and the controller have ended well."""
@@ -79,7 +82,8 @@ class Watch:
         learners = [spec for spec in self._plan.learners if spec.name in names]
         if learners:
             learners = self._meeting(learners)
-        others = [spec for spec in [*self._plan.engines, self._plan.controller] if spec and spec.name in names]
+        others = [spec for spec in [*self._plan.engines, *self._plan.sandboxes, self._plan.controller]
+                  if spec and spec.name in names]
         if engines := self._engines.urls.keys() & names:
             self._engines.note_start(engines)
             self._store.unpublish()  # else the controller would sample from what they start with
@@ -98,7 +102,9 @@ class Watch:
 
     def _revived(self, ended: dict[str, int]) -> dict[str, int]:
         """What ended, without the engines that the run can do without or that were started again alone."""
+        self._placement.tend(self._supervisor, ended)
         self._engines.revive(ended)
+        self._sandboxes.revive(ended)
         if self._engines.moved:  # the controller reads the engines' URLs when it starts; the learner always
             self._engines.moved = False
             self._supervisor.end({"controller"})
@@ -107,11 +113,13 @@ class Watch:
         return ended
 
     def _mind_hangs(self) -> None:
-        if (self._watchdog and not self._store.get_state("finished", False)
-                and not RunFolder(self._config.run_dir).paused_path.exists() and self._watchdog.hangs()):
-            error = self._watchdog.report(self._supervisor, sorted(self._learners))
-            self._progress.event("hang", "learner", str(error))
-            self._start_again(error, self._learners)
+        if self._watchdog is None:
+            return
+        if (self._store.published() is None or self._engines.starting or self._store.get_state("finished", False)
+                or RunFolder(self._config.run_dir).paused_path.exists()):
+            self._watchdog.rest()  # the learner may wait for engines, for the last evaluation, for a person
+        elif self._watchdog.hangs():
+            self._start_again(self._watchdog.report(self._supervisor, sorted(self._learners)), self._learners, "hang")
 
     def _mind_the_time(self) -> None:
         """Once the supervisor was asked to end: have the learner save a checkpoint, and all end."""
@@ -166,7 +174,7 @@ class Watch:
         reasons = [last_words(log)[0] for log in logs]
         return any(url in reason for url in self._engines.urls.values() for reason in reasons)
 
-    def _start_again(self, error: RunError, names: set[str]) -> None:
+    def _start_again(self, error: RunError, names: set[str], kind: Kind = "restart") -> None:
         if self._end_by:
             raise Unfinished(f"{str(error).splitlines()[0]}, while the run was to end before its time limit")
         for name in sorted(names):
@@ -175,10 +183,10 @@ class Watch:
         self._causes.append(str(error))
         if len(self._causes) > self._config.restarts:
             raise _crash_loop(self._causes)
-        reason = str(error).splitlines()[0]
-        self._progress.event("restart", ", ".join(sorted(names)),
-                             f"{reason}; starting {', '.join(sorted(names))} again "
-                             f"({len(self._causes)} of restarts={self._config.restarts})")
+        reason, _, details = str(error).partition("\n")
+        which = ", ".join(sorted(names))
+        self._progress.event(kind, which, f"{reason}; starting {which} again ({len(self._causes)} of restarts="
+                             f"{self._config.restarts})\n{details}".rstrip())
         self._supervisor.end(names)
         self._first_end = None
         self._start(names)

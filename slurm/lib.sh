@@ -9,6 +9,13 @@ PYTHON=${SAO_PYTHON:-$REPOSITORY/.venv/bin/python}
 [[ -x $PYTHON ]] || fail "$PYTHON does not exist: run 'make setup' in $REPOSITORY, or set SAO_PYTHON to the interpreter" \
     "of an environment with this package"
 
+# A node's address: its name may resolve only inside Slurm, or to more than one network.
+node_address() {
+    local given
+    given=$(scontrol --oneliner show node "$1" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
+    getent ahostsv4 "$given" | awk '{ print $1; exit }'
+}
+
 # Run a command as a child that gets Slurm's early warning. If it ends with 75 (well ended before its end: the time is
 # up, or a node is lost), the job goes back into the queue, and this script starts again on the nodes it then gets.
 run_and_requeue() {
@@ -21,6 +28,7 @@ run_and_requeue() {
         code=0
         wait "$child" || code=$?
     done
+    trap - USR1 TERM
     if [[ $code == 75 ]]; then
         say "back into the queue"
         scontrol requeue "${SLURM_HET_JOB_ID:-$SLURM_JOB_ID}"

@@ -84,13 +84,14 @@ install_packages() {
         say "installing SGLang without its CUDA dependencies"
         install --no-deps --requirement requirements/engine-cpu-no-deps.txt
     fi
+    install --no-deps --requirement requirements/tasks-no-deps.txt
 }
 
 # uv installs sources only. Without this the first process of each kind pays for the compilation, and where
 # PYTHONDONTWRITEBYTECODE is set every process does: 10 s for a learner, 12 s for an engine.
 compile_bytecode() {
     say "compiling what the processes import"
-    local command=(env -u PYTHONDONTWRITEBYTECODE $VENV/bin/python)
+    local command=(env -u PYTHONDONTWRITEBYTECODE "$VENV/bin/python")
     "${command[@]}" -c 'import sao_megatron.learner.runtime, tensorboard, transformers' >/dev/null 2>&1 &
     "${command[@]}" -m sao_megatron.engine.cpu --help >/dev/null 2>&1 || true
     wait

@@ -85,14 +85,16 @@ def whitened(parts: list[Tensor], all_reduce: Callable[[Tensor], None]) -> list[
 
     `parts` are this rank's micro-batches, float32 [k] each; `all_reduce` sums a float64 tensor over the ranks in place.
     """
-    sums = torch.zeros(3, dtype=torch.float64, device=parts[0].device)
-    for part in parts:
-        values = part.double()
-        sums += torch.stack([values.new_tensor(len(values)), values.sum(), values.square().sum()])
-    all_reduce(sums)
-    mean = sums[1] / sums[0]
-    std = (sums[2] / sums[0] - mean**2).clamp_min(0).sqrt()
-    return [((part - mean) / (std + 1e-6)).float() for part in parts]
+    def total(terms: Callable[[Tensor], Tensor]) -> Tensor:
+        """Over all ranks, of `terms` of each part in float64."""
+        sums = sum(terms(part.double()) for part in parts)
+        all_reduce(sums)
+        return sums
+
+    count, value = total(lambda part: torch.stack([part.new_tensor(len(part)), part.sum()]))
+    mean = value / count
+    std = (total(lambda part: (part - mean).square().sum()) / count).sqrt()
+    return [((part.double() - mean) / (std + 1e-6)).float() for part in parts]
 
 
 def spread(per_trajectory: Tensor, lengths: Tensor) -> Tensor:

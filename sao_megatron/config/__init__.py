@@ -12,12 +12,13 @@ from sao_megatron.config.algorithm import (
     WarmupSection,
 )
 from sao_megatron.config.cluster import ClusterSection, ContainerSection, Placement, placement
-from sao_megatron.config.loading import load, overridden, parse, save
+from sao_megatron.config.loading import load, parse, save
 from sao_megatron.config.model import ModelSection, ParallelSection
 from sao_megatron.config.rollouts import (
     EngineSection,
     EvaluationSection,
     EvaluationSetSection,
+    LimitsSection,
     PublicationSection,
     RolloutSection,
     TaskSection,
@@ -40,6 +41,7 @@ __all__ = [
     "EngineSection",
     "EvaluationSection",
     "EvaluationSetSection",
+    "LimitsSection",
     "ModelSection",
     "ParallelSection",
     "Placement",
@@ -53,7 +55,6 @@ __all__ = [
     "WarmupSection",
     "WritersSection",
     "load",
-    "overridden",
     "parse",
     "placement",
     "save",

@@ -8,11 +8,22 @@ from pydantic import Field, model_validator
 from sao_megatron.config.section import Section
 
 
+class LimitsSection(Section):
+    """Of one episode, beside the task's own; where one is reached, the trajectory ends as `truncated`."""
+
+    turns: int | None = Field(None, ge=1)
+    tokens: int | None = Field(None, ge=2)
+    """Of the whole trajectory (rollout.max_tokens holds as well)."""
+    seconds: float | None = Field(None, gt=0)
+    """Wall time. A turn that is being sampled then is still sampled; an environment that still answers is left."""
+
+
 class TaskSection(Section):
     name: str
-    """guess_number, reasoning_gym, or path/to/file.py:Class."""
+    """A task of docs/rollouts.md such as guess_number, or path/to/file.py:Class."""
     options: dict[str, Any] = {}
     """Arguments of the task's constructor."""
+    limits: LimitsSection = LimitsSection()
 
 
 class RolloutSection(Section):

@@ -71,7 +71,8 @@ def _start_children_by_fork() -> None:
     multiprocessing.set_start_method = lambda _method, force=False: set_start_method("fork", force=True)
     # What the children need is imported once, before the fork.
     import sglang.srt.managers.detokenizer_manager
-    import sglang.srt.managers.scheduler  # noqa: F401
+    import sglang.srt.managers.scheduler
+    import sglang.srt.models.registry  # noqa: F401
 
 
 def _keep_routed_experts_in_plain_memory() -> None:
@@ -89,6 +90,7 @@ def prepare() -> None:
     # Upstream gap: with tp > 1 SGLang opens NCCL wherever its library is installed, GPU or not, and fails on device
     # "cpu"; where the library cannot be loaded it goes without.
     os.environ["SGLANG_NCCL_SO_PATH"] = "none: this machine computes on its CPU"
+    os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "sao_megatron.engine.models")
     _stand_in_torchvision()
     _stand_in_sgl_kernel()
     import sglang.launch_server  # noqa: F401

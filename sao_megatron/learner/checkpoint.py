@@ -29,6 +29,7 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from sao_megatron.checkpoints import Checkpoint, CheckpointFolder, keeps_optimizer
+from sao_megatron.config import ParallelSection
 from sao_megatron.learner.optimized import Optimized
 from sao_megatron.learner.trainer import Trainer
 
@@ -120,7 +121,8 @@ class _Pending:
 def load(trainer: Trainer, checkpoint: Checkpoint) -> None:
     """Fill a trainer that has begun reinforcement (its weights may be unset). Collective."""
     state = checkpoint.state()
-    same_layout = state["parallel"] == trainer.config.parallel.model_dump()
+    now = trainer.config.parallel
+    same_layout = ParallelSection.model_validate(state["parallel"] | {"recompute": now.recompute}) == now
     with_optimizers = keeps_optimizer(state, trainer.config)
     wanted = sharded_state(trainer, loading=True, optimizers=with_optimizers)
     if not same_layout:

@@ -192,8 +192,10 @@ def layer_elements(fields: dict, parallel: ParallelSection, layer: int) -> float
     """Numbers that a layer keeps for its backward, per token of a context parallel rank's share of the micro-batch.
 
     Sequence parallelism spreads norms, residuals and routed tokens over TP ranks; flash attention keeps queries, keys,
-    values (before and after RoPE) and the output. Experts are taken to be equally busy: a routed token is kept as it is
-    sent, as it arrives and as it goes back (h each), with gate, up and their product (3 widths).
+    values (before and after RoPE) and the output. An MLP keeps gate, up, the gate's activation and the product (4
+    widths), an expert also the product times its weight. Experts are taken to be equally busy: a routed token is kept
+    as it is sent, as it arrives and as it goes back (h each). The plain layers of a CPU, which fuse less and pad
+    attention, keep 1.2 to 2 times as much (tests/distributed/test_families.py).
     """
     hidden, heads, tp = fields["hidden_size"], fields["num_attention_heads"], parallel.tp
     if fields.get("multi_latent_attention"):
@@ -204,10 +206,10 @@ def layer_elements(fields: dict, parallel: ParallelSection, layer: int) -> float
         attention = fields["kv_channels"] * (2 * (heads + 2 * fields["num_query_groups"]) + heads)
     total = 4 * hidden + attention  # two norms' inputs and outputs
     if not _sparse(fields, layer):
-        return (total + 3 * fields["ffn_hidden_size"]) / tp
-    routed = (1 + 2 * parallel.etp) * hidden + 3 * fields["moe_ffn_hidden_size"]
-    total += fields["moe_router_topk"] * routed + 2 * fields["num_moe_experts"]
-    return (total + 3 * fields.get("moe_shared_expert_intermediate_size", 0)) / tp
+        return (total + 4 * fields["ffn_hidden_size"]) / tp
+    routed = (1 + 2 * parallel.etp) * hidden + 5 * fields["moe_ffn_hidden_size"]
+    total += fields["moe_router_topk"] * routed + 4 * fields["num_moe_experts"]
+    return (total + 4 * fields.get("moe_shared_expert_intermediate_size", 0)) / tp
 
 
 def _engine_share(arguments: list[str]) -> float:

@@ -5,12 +5,18 @@ import os
 import re
 import socket
 import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from sao_megatron.errors import RunError, UserError
 
 QUERY_SECONDS = 60.0
 """For one of Slurm's commands."""
+PATIENCE_SECONDS = 600.0
+"""For Slurm's controller to come back."""
+ANSWER_SECONDS = 5.0
+"""For a node's slurmd to accept a connection."""
 _DEAD = re.compile(r"DOWN|FAIL|NOT_RESPONDING|POWERED|POWERING_DOWN|\*")
 
 
@@ -23,15 +29,28 @@ class Node:
     """Of a heterogeneous job; None in any other."""
 
 
-def components() -> list[list[Node]]:
-    """The nodes of each component of this job, in Slurm's order. Raises UserError outside a job."""
-    if "SLURM_JOB_ID" not in os.environ:
-        raise UserError("--slurm: this is not a Slurm job (SLURM_JOB_ID is not set): use `sao-megatron submit` or "
-                        "`sbatch slurm/train.sbatch`")
-    count = int(os.environ.get("SLURM_HET_SIZE", 0))
-    if not count:
-        return [_nodes(os.environ["SLURM_JOB_NODELIST"], None)]
-    return [_nodes(os.environ[f"SLURM_JOB_NODELIST_HET_GROUP_{i}"], i) for i in range(count)]
+@dataclass(frozen=True)
+class Allocation:
+    """What Slurm gave the job in which we run."""
+
+    job: int
+    """Of the whole job, also where it has components."""
+    components: list[list[Node]]
+    """In Slurm's order: more than one if the job is heterogeneous. The very first node is ours."""
+    binds_cpus: bool
+    """Whether Slurm binds tasks to cores; where it cannot, srun complains of every option about it."""
+
+    @classmethod
+    def ours(cls) -> Allocation:
+        """Raises UserError outside a job."""
+        if "SLURM_JOB_ID" not in os.environ:
+            raise UserError("--slurm: this is not a Slurm job (SLURM_JOB_ID is not set): use `sao-megatron submit` or "
+                            "`sbatch slurm/train.sbatch`")
+        count = int(os.environ.get("SLURM_HET_SIZE", 0))
+        found = [_nodes(os.environ[f"SLURM_JOB_NODELIST_HET_GROUP_{i}"], i) for i in range(count)]
+        return cls(int(os.environ.get("SLURM_HET_JOB_ID", os.environ["SLURM_JOB_ID"])),
+                   found or [_nodes(os.environ["SLURM_JOB_NODELIST"], None)],
+                   "task/none" not in _ask("scontrol", "show", "config"))
 
 
 def _nodes(names: str, component: int | None) -> list[Node]:
@@ -48,24 +67,34 @@ def _show(names: str) -> dict[str, dict[str, str]]:
 
 
 def down(names: list[str]) -> list[str]:
-    """Those of the nodes that Slurm holds for dead."""
+    """Those of the nodes that are dead: Slurm says so (minutes after a power loss), or slurmd no longer answers."""
     shown = _show(",".join(names))
-    return [name for name in names if _DEAD.search(shown[name]["State"])]
+    port = re.search(r"SlurmdPort\s*= (\d+)", _ask("scontrol", "show", "config"))[1]
+
+    def is_dead(name: str) -> bool:
+        node = shown[name]
+        return bool(_DEAD.search(node["State"])) or not _listens(node["NodeAddr"], int(node.get("Port", port)))
+    with ThreadPoolExecutor(64) as threads:
+        return [name for name, dead in zip(names, threads.map(is_dead, names), strict=True) if dead]
 
 
-def binds_cpus() -> bool:
-    """Whether Slurm binds tasks to cores here; where it cannot, srun complains of every option about it."""
-    return "task/none" not in _ask("scontrol", "show", "config")
-
-
-def job_id() -> int:
-    """Of the whole job, also where it has components."""
-    return int(os.environ.get("SLURM_HET_JOB_ID", os.environ["SLURM_JOB_ID"]))
+def _listens(address: str, port: int) -> bool:
+    try:
+        socket.create_connection((address, port), timeout=ANSWER_SECONDS).close()
+    except OSError:
+        return False
+    return True
 
 
 def _ask(*command: str) -> str:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=QUERY_SECONDS).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        said = (getattr(error, "stderr", None) or "").strip()
-        raise RunError(f"`{' '.join(command)}` failed ({error}) {said}: the run asks Slurm about its nodes") from None
+    """The answer of one of Slurm's commands; waits for a controller that is away, since no step starts without it."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        try:
+            return subprocess.run(command, capture_output=True, text=True, check=True, timeout=QUERY_SECONDS).stdout
+        except (OSError, subprocess.SubprocessError) as error:
+            said = (getattr(error, "stderr", None) or "").strip()
+            if "contact slurm controller" not in said or time.monotonic() > deadline:
+                raise RunError(f"`{' '.join(command)}` failed ({error}) {said}: the run asks Slurm about its nodes"
+                               ) from None
+            time.sleep(10.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 import random
 import socket
 import sys
+from dataclasses import replace
 from itertools import islice
 from urllib.parse import urlsplit
 
@@ -24,7 +25,12 @@ def local_plan(config: RunConfig, folder: RunFolder) -> Plan:
     """Raises UserError where GPUs or ports are missing."""
     devices = _devices(config) if has_gpu() else None
     urls = [] if config.mode == "replay" else [f"http://{config.engine.host}:{port}" for port in _engine_ports(config)]
-    return _plan(config, folder, urls, devices)
+    plan = _plan(config, folder, urls, devices)
+    places = [] if config.mode == "replay" else _free_ports(
+        config.sandbox.host, config.sandbox.servers, {urlsplit(url).port for url in urls})
+    sandboxes = [ProcessSpec(f"sandbox-{i}", [sys.executable, "-m", "sao_megatron.cli", "sandbox", str(folder.path),
+                                              "--index", str(i)]) for i in range(len(places))]
+    return replace(plan, sandboxes=sandboxes, sandbox_urls=[f"http://{config.sandbox.host}:{port}" for port in places])
 
 
 def _devices(config: RunConfig) -> list[str]:
@@ -45,17 +51,23 @@ def learner_ranks(config: RunConfig) -> int:
 def _engine_ports(config: RunConfig) -> list[int]:
     host, first, count = config.engine.host, config.engine.port, config.engine.count
     if first == 0:
-        free = (port for port in random.sample(FREE_PORTS, len(FREE_PORTS)) if _cannot_bind(host, port) is None)
-        ports = sorted(islice(free, count))
-        if len(ports) < count:
-            raise UserError(f"engine.host={host}: {len(ports)} ports can be used, {count} are needed "
-                            f"({_cannot_bind(host, FREE_PORTS[0])}): give an address of this machine")
-        return ports
+        return _free_ports(host, count)
     ports = list(range(first, first + count))
     for port in ports:
         if error := _cannot_bind(host, port):
             raise UserError(f"engine.port={first}: port {port} of {host} cannot be used ({error}): "
                             f"choose another, or 0 for free ones")
+    return ports
+
+
+def _free_ports(host: str, count: int, taken: set[int] = frozenset()) -> list[int]:
+    free = (port for port in random.sample(FREE_PORTS, len(FREE_PORTS))
+            if port not in taken and _cannot_bind(host, port) is None)
+    ports = sorted(islice(free, count))
+    if len(ports) < count:
+        raise UserError(f"host={host}: {len(ports)} ports can be used, {count} are needed "
+                        f"({_cannot_bind(host, FREE_PORTS[0])}): give an address of this machine (engine.host, "
+                        "sandbox.host)")
     return ports
 
 

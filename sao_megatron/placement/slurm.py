@@ -18,7 +18,7 @@ from sao_megatron.config import ClusterSection, RunConfig
 from sao_megatron.config.cluster import placement as places
 from sao_megatron.engine.process import engine_command, engine_environment
 from sao_megatron.errors import UserError
-from sao_megatron.placement.allocation import Node, binds_cpus, components, down, job_id
+from sao_megatron.placement.allocation import Allocation, Node, down
 from sao_megatron.placement.plan import Plan
 from sao_megatron.placement.preflight import Preflight
 from sao_megatron.run_folder import RunFolder
@@ -27,6 +27,13 @@ from sao_megatron.telemetry.progress import Progress
 
 MOST_ENGINES = 64
 """Ports that one job keeps to itself."""
+_GUARD = """echo "$(hostname): guards job $1 against the loss of $0"
+while sleep 10; do
+    nodes=$(squeue -h -j "$1" -t R -o %N | paste -sd,) && [ -n "$nodes" ] || continue
+    scontrol show hostnames "$nodes" | grep -qx "$0" || { echo "$0 is lost: requeue"; scontrol requeue "$1"; }
+done"""
+"""With --no-kill Slurm leaves a job alive that has lost its first node, and us with it (seen with 22.05): it would hold
+the other nodes until its time limit. So a step on another node puts it back into the queue."""
 
 
 @dataclass(frozen=True)
@@ -67,22 +74,28 @@ def assign(cluster: ClusterSection, found: list[list[Node]], bad: Mapping[str, s
 class SlurmPlacement:
     """Raises UserError where the job's nodes do not hold the recipe's roles."""
 
-    def __init__(self, config: RunConfig, folder: RunFolder):
-        self.config, self.folder = config, folder
+    grace = 60.0
+    """An srun that we kill leaves its tasks alive; it ends them by itself within Slurm's KillWait (30 s) and some."""
+
+    def __init__(self, config: RunConfig, folder: RunFolder, allocation: Allocation):
+        self.config, self.folder, self.nodes, self.job = config, folder, allocation.components, allocation.job
         self.places = places(config)
-        self.nodes = components()
-        self._unbound = ["--cpu-bind=none"] if binds_cpus() else []  # else an engine may get the one core of its task
-        self.log_dir = folder.log_dir / str(job_id())
+        # Else an engine may get the one core of its task.
+        self._unbound = ["--cpu-bind=none"] if allocation.binds_cpus else []
+        self.log_dir = folder.log_dir / str(self.job)
         self.roles = assign(config.cluster, self.nodes)
-        self._first_port = config.engine.port or 10000 + job_id() * MOST_ENGINES % 20000
+        self._first_port = config.engine.port or 10000 + allocation.job * MOST_ENGINES % 20000
         self._engine_nodes: list[list[Node]] = []
         self._deal_engines()
 
     def check(self, supervisor: Supervisor, progress: Progress) -> None:
         """The preflight. Spare nodes take the places of bad ones."""
+        if self.config.cluster.preflight_seconds:
+            self._preflight(supervisor, progress)
+        self._start_guard(supervisor)
+
+    def _preflight(self, supervisor: Supervisor, progress: Progress) -> None:
         cluster, roles = self.config.cluster, self.roles
-        if not cluster.preflight_seconds:
-            return
         check = Preflight(roles.learner, roles.rollout, roles.spares, cluster.gpus_per_node, cluster.preflight_seconds,
                           self.folder.path)
         begin = time.monotonic()
@@ -92,6 +105,17 @@ class SlurmPlacement:
         self.leave_out(bad)
         progress.note(f"preflight of {len(check.nodes)} nodes: {time.monotonic() - begin:.0f} s, slowest exchange "
                       f"{min(check.rates, default=0.0):.1f} GB/s")
+
+    def _start_guard(self, supervisor: Supervisor) -> None:
+        others = [node.name for node in [*self.roles.learner, *self.roles.rollout] if node != self.head]
+        if alive := self.alive(others):
+            (node,) = (node for nodes in self.nodes for node in nodes if node.name == alive[0])
+            command = [*self._srun("guard", [node], 1), "bash", "-c", _GUARD, self.head.name, str(self.job)]
+            supervisor.start([ProcessSpec("guard", command)])
+
+    def tend(self, supervisor: Supervisor, ended: dict[str, int]) -> None:
+        if ended.pop("guard", None) is not None:  # its node is lost
+            self._start_guard(supervisor)
 
     def _node_check(self, node: Node, address: str, port: int) -> ProcessSpec:
         command = [self.python(), "-m", "sao_megatron.placement.node_check", address, str(port)]
@@ -127,7 +151,11 @@ class SlurmPlacement:
         learners = [] if config.mode == "rollout" else [self.step(
             "learner", self.roles.learner, [*cli, "learner", folder], tasks=self.places.ranks_per_node,
             environment={"MASTER_ADDR": self.head.address, "TORCHELASTIC_USE_AGENT_STORE": "True"})]
-        return Plan(engines, controller, learners, urls, self.head.address)
+        servers = [] if config.mode == "replay" else range(config.sandbox.servers)
+        sandboxes = [self.step(f"sandbox-{i}", [self._sandbox_node(i)], [*cli, "sandbox", folder, "--index", str(i)])
+                     for i in servers]
+        return Plan(engines, controller, learners, urls, self.head.address, sandboxes,
+                    [self._sandbox_url(i) for i in servers])
 
     def lost(self, name: str) -> str | None:
         return next(iter(down([node.name for node in self._nodes_of(name)])), None)
@@ -154,9 +182,19 @@ class SlurmPlacement:
     def _nodes_of(self, name: str) -> list[Node]:
         if name.startswith("engine-"):
             return self._engine_nodes[int(name.removeprefix("engine-"))]
+        if name.startswith("sandbox-"):
+            return [self._sandbox_node(int(name.removeprefix("sandbox-")))]
         return self.roles.learner if name == "learner" else [self.head]
 
     # Steps
+
+    def _sandbox_node(self, index: int) -> Node:
+        """The rollout nodes in turn: their cores idle while the GPUs sample."""
+        return self.roles.rollout[index % len(self.roles.rollout)]
+
+    def _sandbox_url(self, index: int) -> str:
+        port = self._first_port + MOST_ENGINES - 1 - index // len(self.roles.rollout)
+        return f"http://{self._sandbox_node(index).address}:{port}"
 
     def _url(self, index: int) -> str:
         return f"http://{self._engine_nodes[index][0].address}:{self._first_port + index}"
@@ -191,14 +229,18 @@ class SlurmPlacement:
             raise UserError(f"{name} would lie in two components of the heterogeneous job, which share no step: "
                             "a spare node can take an engine's place, but not a part of it")
         output = [f"--output={self.log_dir / f'{name}-%t.log'}"] if parts else []
-        srun = ["srun", f"--job-name={name}", f"--nodes={len(nodes)}", f"--ntasks={count}",
-                f"--ntasks-per-node={tasks}", f"--nodelist={','.join(node.name for node in nodes)}",
-                "--distribution=block", "--overlap", "--mem=0", "--kill-on-bad-exit=1", "--no-kill=off",
-                "--export=ALL", *self._unbound, *self._component(nodes), *output, *self._srun_container()]
+        srun = [*self._srun(name, nodes, tasks), *output, *self._srun_container()]
         task = [*self._command_container(), self.python(), "-m", "sao_megatron.placement.task",
                 *(f"{key}={value}" for key, value in own.items()), "--"]
         return ProcessSpec(name, [*srun, *task, *command], self._common() | dict(environment),
                            parts=tuple(f"{name}-{i}" for i in range(count)) if parts else ())
+
+    def _srun(self, name: str, nodes: list[Node], tasks: int) -> list[str]:
+        """One that shares the nodes with others, and ends when one of its tasks has failed."""
+        return ["srun", f"--job-name={name}", f"--nodes={len(nodes)}", f"--ntasks={len(nodes) * tasks}",
+                f"--ntasks-per-node={tasks}", f"--nodelist={','.join(node.name for node in nodes)}",
+                "--distribution=block", "--overlap", "--mem=0", "--kill-on-bad-exit=1", "--no-kill=off",
+                "--export=ALL", *self._unbound, *self._component(nodes)]
 
     @staticmethod
     def _component(nodes: list[Node]) -> list[str]:

@@ -88,15 +88,17 @@ class ChatTemplate:
     @cached_property
     def stop_texts(self) -> dict[int, str]:
         """Texts of the stop tokens."""
-        return {token: self.tokenizer.decode([token], skip_special_tokens=False) for token in self.stop_token_ids}
+        return {token: self.decode([token]) for token in self.stop_token_ids}
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
+    def decode(self, tokens: list[int]) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
     def words(self, action: list[int]) -> str:
         """Text of a sampled turn without its stop token."""
-        return self.tokenizer.decode(action[:-1] if action[-1] in self.stop_token_ids else action,
-                                     skip_special_tokens=False)
+        return self.decode(action[:-1] if action[-1] in self.stop_token_ids else action)
 
     def reply(self, action: list[int], tools: list[dict] | None, words: str | None = None) -> Message:
         """The assistant's message of a sampled turn; `words`: its text, where that ends before the tokens do."""
@@ -123,6 +125,9 @@ def _stop_token_ids(model_dir: Path, tokenizer) -> list[int]:
 class Chat:
     """One conversation: `prompt` once, then `reply` and `add` in turn."""
 
+    messages: list[Message]
+    """All so far, in `normal` form."""
+
     def __init__(self, template: ChatTemplate, messages: list[Message], tools: list[dict] | None = None):
         self.template, self.tools = template, tools
         self.messages = [normal(message) for message in messages]
@@ -137,20 +142,21 @@ class Chat:
         return self.template.encode(self._text)
 
     def reply(self, action: list[int], words: str | None = None) -> Message:
-        """Take a sampled turn in; returns its message (`words` as in ChatTemplate.reply)."""
-        self._action, self._words = action, self.template.words(action) if words is None else words
-        self.messages.append(self.template.reply(action, self.tools, self._words))
+        """Take a sampled turn in; returns its message (`words` as in ChatTemplate.reply: what the message leaves out is
+        then not said, and the next turn begins a new segment)."""
+        self._action, self._words = action, self.template.words(action)
+        self.messages.append(self.template.reply(action, self.tools, words))
         return self.messages[-1]
 
     def add(self, messages: list[Message]) -> Continuation:
         """What follows the sampled turn: the new messages, and the beginning of the assistant's next turn.
 
-        Raises jinja2's TemplateError where the template refuses the messages.
+        Raises jinja2's TemplateError where the template refuses the messages, and has not taken them in then.
         """
-        before, earlier = self._text, self.messages[:-1]
-        self.messages += (new := [normal(message) for message in messages])
-        self._text = self.template.text(self.messages, self.tools)
-        reply = self.messages[len(earlier)]
+        *earlier, reply = self.messages
+        new, before = [normal(message) for message in messages], self._text
+        self._text = self.template.text([*self.messages, *new], self.tools)
+        self.messages = [*self.messages, *new]
         for suffix in self._suffixes(earlier, reply, new):
             end = len(self._text) - len(suffix)
             if (self._text.startswith(before) and self._text.endswith(suffix) and len(before) <= end

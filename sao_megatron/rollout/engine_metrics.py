@@ -8,8 +8,10 @@ from sao_megatron.engine.client import EngineClient
 from sao_megatron.errors import RunError
 from sao_megatron.trajectory.store import ENGINES, Store
 
-EVERY = 5.0
+EVERY = 2.0
 """Seconds between two looks."""
+PATIENCE = 5.0
+"""Seconds for an answer."""
 
 
 async def watch_engines(find: Callable[[], list[EngineClient]], store: Store, every: float = EVERY) -> None:
@@ -22,6 +24,7 @@ async def watch_engines(find: Callable[[], list[EngineClient]], store: Store, ev
 
 async def _ask(client: EngineClient) -> dict[str, float] | None:
     try:
-        return await client.metrics()
-    except RunError:  # gone, or started with other arguments: whoever needs it for sampling will say so
+        async with asyncio.timeout(PATIENCE):
+            return await client.metrics()
+    except (RunError, TimeoutError):  # gone, or started with other arguments: whoever samples from it will say so
         return None

@@ -8,20 +8,25 @@ engine that it reaches: then that is an `error` too.
 """
 from __future__ import annotations
 
+import asyncio
 import math
 import time
-import traceback
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Awaitable
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
 
 from sao_megatron.algorithm.presets import resolve
-from sao_megatron.config import RunConfig
+from sao_megatron.config import LimitsSection, RunConfig
 from sao_megatron.errors import EngineGone, RunError
+from sao_megatron.rollout.agents import AgentAttempt, error_info
 from sao_megatron.rollout.half_done import Diary, Turn
 from sao_megatron.rollout.pool import Generator
 from sao_megatron.rollout.sampling import sample_turn
-from sao_megatron.rollout.tasks.base import Prompt, Step, Task
+from sao_megatron.rollout.tasks.agent import AgentTask
+from sao_megatron.rollout.tasks.base import Environment, Prompt, Step, Task
 from sao_megatron.trajectory.types import Status, Trajectory, TrajectoryBuilder
+
+LAST_ANSWER = 1.0  # seconds that an environment has at least to judge a turn that was sampled past the episode's time
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,8 @@ class EpisodeSettings:
     """Seconds in which an engine that aborts must sample a token again."""
     group: int = 1
     """This many consecutive seqs are one group: the rollouts of a prompt that are trained, and the redundant ones."""
+    limits: LimitsSection = field(default_factory=LimitsSection)
+    """Of every episode whose prompt has none of its own."""
     routing_replay: bool = False
     """Record the experts that each token was routed to."""
 
@@ -46,8 +53,9 @@ class EpisodeSettings:
         return cls(**dict(
             temperature=config.algorithm.temperature, max_new_tokens=rollout.max_new_tokens,
             max_tokens=rollout.max_tokens, environment_retries=rollout.environment_retries,
-            request_timeout=rollout.request_timeout,
-            group=preset.rollouts_per_prompt + rollout.redundancy, routing_replay=rollout.routing_replay) | changes)
+            request_timeout=rollout.request_timeout, limits=config.task.limits,
+            group=preset.rollouts_per_prompt + rollout.redundancy,
+            routing_replay=rollout.routing_replay) | changes)
 
 
 async def run_episode(client: Generator, task: Task, prompt: Prompt, settings: EpisodeSettings, seq: int,
@@ -55,14 +63,18 @@ async def run_episode(client: Generator, task: Task, prompt: Prompt, settings: E
     """Play `prompt` to its end, with fresh tries while its environment fails. The first try begins with the turns that
     `diary` kept of an earlier controller, and all of them write their turns into it.
 
-    The status is completed where the environment said done, truncated where max_turns, max_new_tokens or max_tokens
-    came first, error where every try failed, or where engine after engine died under it. `info` holds the environment's
-    last info, `seconds` (all tries), `turns` and `retries`; for an error also `error` (one line) and `traceback`.
-    Raises RunError where the engine fails otherwise or answers nonsense.
+    The status is completed where the environment said done, truncated where max_turns, max_new_tokens, max_tokens or
+    the episode's limits came first, error where every try failed, or where engine after engine died under it. `info`
+    holds the environment's last info, `seconds` (all tries), `turns` and `retries`; `out_of_time` where limits.seconds
+    were over; for an error also `error` (one line) and `traceback`. Raises RunError where the engine fails otherwise or
+    answers nonsense.
     """
     started = time.monotonic()
     for retry in range(settings.environment_retries + 1):
-        attempt = _Attempt(client, task, prompt, settings, seq, diary, replay=retry == 0)
+        if isinstance(task, AgentTask):
+            attempt = AgentAttempt(client, task, prompt, settings, seq)
+        else:
+            attempt = _Attempt(client, task, prompt, settings, seq, diary, replay=retry == 0)
         status, info = await attempt.outcome()
         info |= {"seconds": round(time.monotonic() - started, 4), "turns": attempt.turns, "retries": retry}
         if status is not Status.ERROR or attempt.deadly:
@@ -73,6 +85,10 @@ async def run_episode(client: Generator, task: Task, prompt: Prompt, settings: E
         raise RunError(f"the engine's answers do not make a valid trajectory (seq {seq}): {error}") from None
 
 
+class _OutOfTime(Exception):
+    """The environment was still answering when the episode's time was over."""
+
+
 class _EnvironmentFailure(Exception):
     """An exception left the environment, or what it returned is not valid; the cause says which."""
 
@@ -81,8 +97,21 @@ class _EnvironmentFailure(Exception):
 def _blame_environment():
     try:
         yield
+    except _OutOfTime:
+        raise
     except Exception as error:
         raise _EnvironmentFailure from error
+
+
+@asynccontextmanager
+async def _closed(environment: Environment):
+    """Closes it at the end, where it can be closed."""
+    try:
+        yield
+    finally:
+        if close := getattr(environment, "close", None):
+            with _blame_environment():
+                await close()
 
 
 class _Attempt:
@@ -90,7 +119,11 @@ class _Attempt:
 
     def __init__(self, client: Generator, task: Task, prompt: Prompt, settings: EpisodeSettings, seq: int,
                  diary: Diary | None, replay: bool):
-        self.client, self.task, self.prompt, self.settings = client, task, prompt, settings
+        self.client, self.task, self.prompt, self.settings = client, prompt.task or task, prompt, settings
+        limits = prompt.limits or settings.limits
+        self.max_tokens = min(settings.max_tokens, limits.tokens or settings.max_tokens)
+        self.max_turns = min(self.task.max_turns, limits.turns or self.task.max_turns)
+        self.deadline = time.monotonic() + (limits.seconds or math.inf)
         self.group_id = f"group-{seq // settings.group}"
         self.builder = self._begin([])
         self.turns = 0
@@ -105,24 +138,28 @@ class _Attempt:
     async def outcome(self) -> tuple[Status, dict]:
         """Play; returns the status and the trajectory's info."""
         try:
-            return await self._play()
+            with _blame_environment():
+                environment = self.task.environment(self.prompt)
+            async with _closed(environment):
+                return await self._play(environment)
+        except _OutOfTime:
+            return Status.TRUNCATED, {"out_of_time": True}
         except _EnvironmentFailure as failure:
-            return Status.ERROR, _failed(failure.__cause__)
+            return Status.ERROR, error_info(failure.__cause__)
         except EngineGone as error:
             self.deadly = True
-            return Status.ERROR, _failed(error)
+            return Status.ERROR, error_info(error)
 
-    async def _play(self) -> tuple[Status, dict]:
+    async def _play(self, environment: Environment) -> tuple[Status, dict]:
         """Fill the builder; returns (status, the environment's last info)."""
-        max_tokens = self.settings.max_tokens
+        max_tokens = self.max_tokens
         with _blame_environment():
-            environment = self.task.environment(self.prompt)
             self.builder = self._begin(_checked_prompt(await environment.reset(), self.task.vocab_size, max_tokens))
         builder = self.builder
         while True:
             action, cut = self._kept_turn() or await self._sample_turn()
             with _blame_environment():
-                step = _checked_step(await environment.step(action), self.task.vocab_size)
+                step = _checked_step(await self._in_time(environment.step(action)), self.task.vocab_size)
                 self._keep(action, cut, step)
             builder.add_reward(step.reward)
             self.turns += 1
@@ -131,8 +168,21 @@ class _Attempt:
                 self._observe(step)
             if step.done:
                 return Status.COMPLETED, dict(step.info)
-            if cut or not fits or len(builder.tokens) == max_tokens or self.turns == self.task.max_turns:
+            if cut or not fits or len(builder.tokens) == max_tokens or self.turns == self.max_turns:
                 return Status.TRUNCATED, dict(step.info)
+            if time.monotonic() > self.deadline:
+                return Status.TRUNCATED, dict(step.info) | {"out_of_time": True}
+
+    async def _in_time(self, answer: Awaitable[Step]) -> Step:
+        """The environment's answer; raises _OutOfTime where it does not come before the deadline."""
+        remaining = None if self.deadline == math.inf else max(LAST_ANSWER, self.deadline - time.monotonic())
+        try:
+            async with asyncio.timeout(remaining) as limit:
+                return await answer
+        except TimeoutError:
+            if limit.expired():
+                raise _OutOfTime from None
+            raise
 
     def _kept_turn(self) -> tuple[list[int], bool] | None:
         """The turn as a dead controller sampled it, put into the builder."""
@@ -163,15 +213,10 @@ class _Attempt:
         Reaching the task's own max_new_tokens is no cut: it is the task's format; the environment judges the action.
         """
         settings, task = self.settings, self.task
-        run_budget = min(settings.max_new_tokens, settings.max_tokens - len(self.builder.tokens))
+        run_budget = min(settings.max_new_tokens, self.max_tokens - len(self.builder.tokens))
         budget = run_budget if task.max_new_tokens is None else min(run_budget, task.max_new_tokens)
         action, stopped = await sample_turn(self.client, self.builder, budget, task.stop_token_ids, settings)
         return action, not stopped and budget != task.max_new_tokens
-
-
-def _failed(cause: BaseException) -> dict[str, str]:
-    return {"error": " ".join(f"{type(cause).__name__}: {cause}".split()),
-            "traceback": "".join(traceback.format_exception(cause))}
 
 
 def _checked_prompt(tokens: list[int], vocab_size: int, max_tokens: int) -> list[int]:

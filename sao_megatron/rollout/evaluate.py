@@ -29,11 +29,11 @@ class EvaluationSet(NamedTuple):
     weight: float = 1.0
 
 
-def evaluation_sets(config: RunConfig, task: Task, model_dir) -> list[EvaluationSet]:
+def evaluation_sets(config: RunConfig, task: Task, model_dir, sandbox) -> list[EvaluationSet]:
     """The run's own task first, then `evaluation.sets`. Raises UserError as `load_task` does."""
     section = config.evaluation
     own = [EvaluationSet(task.name, task, section.episodes, section.samples)] if section.episodes else []
-    return own + [EvaluationSet(name, load_task(one.task.name, one.task.options, model_dir), one.episodes,
+    return own + [EvaluationSet(name, load_task(one.task.name, one.task.options, model_dir, sandbox), one.episodes,
                                 one.samples or section.samples, one.weight) for name, one in section.sets.items()]
 
 

@@ -1,4 +1,4 @@
-"""Sample one turn: from a trajectory's context until the model stops or a budget is spent, whatever aborts on the way."""
+"""Sample one turn: from a context until the model stops or a budget is spent, whatever aborts on the way."""
 from __future__ import annotations
 
 import asyncio

@@ -30,6 +30,10 @@ class ToolParser:
                             f"tool_parser to one of SGLang's {', '.join(sorted(TOOL_CALL_PARSER_NAMES))}")
         return found
 
+    def load(self) -> None:
+        """Import what `parse` needs, so that this can happen in a thread."""
+        from sglang.srt.function_call import function_call_parser  # noqa: F401
+
     def parse(self, text: str, tools: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
         """(text without its calls, [{"name", "arguments": dict}]) of calls to `tools` (OpenAI's form).
 

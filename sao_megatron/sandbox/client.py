@@ -37,6 +37,7 @@ class _ServerState:
         self.url = url.rstrip("/")
         self.load = 0.0
         """Share of its room that is taken; infinite where it does not answer."""
+        self.capacity = 1
         self.looked = float("-inf")
         self.sessions = 0
         """That we have opened and not closed."""
@@ -80,7 +81,7 @@ class RemoteSandbox:
             best = min(self.servers, key=lambda server: (server.load, server.sessions))
             if best.load < 1:
                 best.sessions += 1
-                best.load += 1e-6  # of two choices in one moment, the second is another's
+                best.load += 1 / best.capacity  # until the next look
                 return best
             if time.monotonic() > deadline:
                 raise SandboxError(f"no sandbox server had room for {self.patience:.0f} s (sandbox.patience): "
@@ -97,6 +98,7 @@ class RemoteSandbox:
             timeout = aiohttp.ClientTimeout(total=CONNECT_SECONDS)
             async with self._http.get(f"{server.url}/health", timeout=timeout) as response:
                 room = await response.json()
+            server.capacity = room["capacity"]
             running = room["running"] / (room["running"] + room["cells"])
             full = room["sessions"] / room["capacity"]
             server.load = 1.0 if full >= 1 else max(running, full)

@@ -12,12 +12,14 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
-from sao_megatron.config import SandboxSection
 from sao_megatron.errors import RunError
 from sao_megatron.sandbox.limits import Limits
 from sao_megatron.sandbox.linux import supported
+
+if TYPE_CHECKING:
+    from sao_megatron.config import SandboxSection
 
 Status = Literal["ok", "error", "timeout", "cpu", "memory", "processes", "ended"]
 """ok; the cell raised; a limit was exceeded; the session's process ended in the cell."""
@@ -159,9 +161,12 @@ class LocalSession:
             self._writer.write(struct.pack("<I", len(data)) + data)
             await self._writer.drain()
         except ConnectionError:
-            pass  # it has ended meanwhile: the answer, which is none, says so
+            pass  # the answer, which is none, says so
         try:
-            result = CellResult(**await self.answer(seconds + ANSWER_SECONDS))
+            answer = await self.answer(seconds + ANSWER_SECONDS)
+            if "failed" in answer:
+                raise SandboxError(f"a sandbox session failed: {answer['failed']}")
+            result = CellResult(**answer)
         except BaseException:
             await self.close()  # whatever was under way must not answer the next cell
             raise
@@ -174,9 +179,14 @@ class LocalSession:
                 (length,) = struct.unpack("<I", await self._reader.readexactly(4))
                 return json.loads(await self._reader.readexactly(length))
         except (asyncio.IncompleteReadError, ConnectionError):
-            return {"status": "ended", "output": "", "seconds": 0.0, "alive": False}
+            raise SandboxError("a sandbox session was killed from outside") from None
         except TimeoutError:
             raise SandboxError(f"a sandbox session did not answer for {timeout:.0f} s") from None
+
+    @property
+    def gone(self) -> bool:
+        """Whether it has ended without having been asked to."""
+        return self._reader.at_eof()
 
     async def close(self) -> None:
         self.alive = False
@@ -230,7 +240,11 @@ class Pool:
 
     async def take(self) -> LocalSession:
         """A fresh session, a warm one where there is one."""
-        session = self._ready.popleft() if self._ready else await self._new()
+        session = None
+        while self._ready and (session is None or session.gone):
+            session = self._ready.popleft()
+        if session is None or session.gone:
+            session = await self._new()
         if self._refill is None or self._refill.done():
             self._refill = asyncio.create_task(self._warm_up())
         return session
@@ -287,3 +301,9 @@ class PooledSession:
             if self._session:
                 await self._session.close()
             self._pool.give_back()
+
+
+async def check(section: SandboxSection) -> None:
+    """Whether this machine can do what the recipe wants. Raises SandboxError."""
+    async with Pool.of(section) as pool:
+        await pool.check()

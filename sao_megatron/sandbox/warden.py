@@ -63,17 +63,17 @@ def watch(connection: socket.socket, limits: Limits, mapped_us) -> None:
 
     `mapped_us()` returns when somebody outside has given our user namespace its ids.
     """
+    warden = None
     try:
         warden = Warden(connection, limits, mapped_us)
-    except OSError as error:
-        _send(connection, {"failed": str(error)})
-        return
-    try:
         warden.serve()
     except _OwnerGone:
         pass
+    except OSError as error:
+        _send(connection, {"failed": str(error)})
     finally:
-        warden.end()
+        if warden:
+            warden.end()
 
 
 def _send(connection: socket.socket, message: dict) -> None:
@@ -107,9 +107,9 @@ class Warden:
     def serve(self) -> None:
         self._start()
         while not self.broken:
-            request = self._request()
+            request, reason = self._request()
             started = time.monotonic()
-            status = self._run(request["code"].encode(errors="replace"), request["seconds"])
+            status = reason or self._run(request["code"].encode(errors="replace"), request["seconds"])
             _send(self.connection, {"status": status, "output": self.output.text(), "alive": not self.broken,
                                     "seconds": round(time.monotonic() - started, 4)})
             self.output = Output(self.limits.output)
@@ -122,17 +122,22 @@ class Warden:
             self.broken = True
             _send(self.connection, {"failed": self.output.text().strip() or "it did not become ready"})
             return
-        self.worker = self._processes()[1]
+        processes = self._processes()
+        if len(processes) < 2:
+            raise OSError("/proc does not list a process's children (CONFIG_PROC_CHILDREN)")
+        self.worker = processes[1]
         self.baseline = _usage(self.worker)[1]
         _send(self.connection, {"ready": True})
 
-    def _request(self) -> dict:
-        while not select.select([self.connection], [], [], _IDLE_SECONDS)[0]:
-            if self._exceeded():
-                raise _OwnerGone  # it is told when it asks again
+    def _request(self) -> tuple[dict, str | None]:
+        """The next cell; and the limit that what the last one left running has exceeded meanwhile, if it has."""
+        reason = None
+        while not select.select([self.connection], [], [], None if reason else _IDLE_SECONDS)[0]:
+            if reason := self._exceeded():
+                self._break(reason)
         try:
             (length,) = struct.unpack("<I", _receive(self.connection, 4))
-            return json.loads(_receive(self.connection, length))
+            return json.loads(_receive(self.connection, length)), reason
         except OSError:
             raise _OwnerGone from None
 
@@ -183,7 +188,7 @@ class Warden:
     def _gather(self, timeout: float) -> None:
         """Read what there is of output and result, after waiting for it up to `timeout` seconds."""
         readable, _, _ = select.select([self.output_end, self.results, self.connection], [], [], timeout)
-        if self.connection in readable:
+        if self.connection in readable and not self.broken:
             raise _OwnerGone  # it may only say goodbye while a cell runs
         # The result first: what was printed before it is then in the pipe.
         if self.results in readable:

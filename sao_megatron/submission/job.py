@@ -11,6 +11,7 @@ from sao_megatron import config as run_config
 from sao_megatron.config import RunConfig, placement
 from sao_megatron.errors import UserError
 from sao_megatron.learner import memory
+from sao_megatron.run_folder import RunFolder
 from sao_megatron.submission import sbatch
 from sao_megatron.submission.checks import Model, check, check_memory, find_model
 
@@ -31,7 +32,7 @@ def submit(recipe: Path, overrides: list[str], dry_run: bool) -> None:
     parts = sbatch.command(config)
     _ask_slurm(config, parts, dry_run)
     if dry_run:
-        print(f"would write {sbatch.submitted_path(config)} and run"
+        print(f"would write {RunFolder(config.run_dir).submitted_path} and run"
               + (f", {config.cluster.chain} times" if config.cluster.chain > 1 else ""))
         print(shlex.join(parts))
         return
@@ -39,7 +40,7 @@ def submit(recipe: Path, overrides: list[str], dry_run: bool) -> None:
 
 
 def _queue(config: RunConfig, parts: list[str]) -> None:
-    path = sbatch.submitted_path(config)
+    path = RunFolder(config.run_dir).submitted_path
     path.parent.mkdir(parents=True, exist_ok=True)
     run_config.save(config, path)
     jobs = [sbatch.submit(parts) for _ in range(config.cluster.chain)]
@@ -54,9 +55,11 @@ def _ask_slurm(config: RunConfig, parts: list[str], dry_run: bool) -> None:
             raise UserError("no Slurm controller answers on this machine: submit from a login node, or use --dry-run")
         print("Slurm: no controller answers here, so partitions, GPUs and limits were not asked for")
         return
+    if not sbatch.SCRIPT.is_file():
+        raise UserError(f"{sbatch.SCRIPT} does not exist: submit from a checkout of the repository, whose package is "
+                        "installed with `make setup`")
     sbatch.check_nodes(config.cluster)
-    if sbatch.SCRIPT.is_file():
-        print(f"Slurm: {sbatch.test_only(parts)}")
+    print(f"Slurm: {sbatch.test_only(parts)}")
 
 
 def describe(config: RunConfig, model: Model) -> str:

@@ -9,15 +9,11 @@ from pathlib import Path
 
 from sao_megatron.config import ClusterSection, RunConfig
 from sao_megatron.errors import RunError, UserError
+from sao_megatron.run_folder import RunFolder
 
 SCRIPT = Path(__file__).parents[2] / "slurm" / "train.sbatch"
 ASK_SECONDS = 30.0
 """For one of Slurm's commands."""
-
-
-def submitted_path(config: RunConfig) -> Path:
-    """The resolved recipe that the job reads: beside the run's folder, which the run makes itself."""
-    return config.runs_dir / f"{config.name}.submitted.yaml"
 
 
 def command(config: RunConfig, script: Path = SCRIPT) -> list[str]:
@@ -33,7 +29,7 @@ def command(config: RunConfig, script: Path = SCRIPT) -> list[str]:
                  *_component(cluster, cluster.rollout_nodes, cluster.rollout_partition)]
     else:
         parts = [*job, *_component(cluster, learners + cluster.rollout_nodes, cluster.learner_partition)]
-    return ["sbatch", *parts, str(script), str(submitted_path(config))]
+    return ["sbatch", *parts, str(script), str(RunFolder(config.run_dir).submitted_path)]
 
 
 def _component(cluster: ClusterSection, nodes: int, partition: str | None) -> list[str]:
@@ -63,8 +59,9 @@ def check_nodes(cluster: ClusterSection) -> None:
 
 def _check_partition(cluster: ClusterSection, partition: str | None, wanted: int) -> None:
     found = _nodes()
-    default = next((name for name, is_default, *_ in found if is_default), None)
-    name = partition or default
+    name = partition or next((name for name, is_default, *_ in found if is_default), None)
+    if name is None:
+        raise UserError("this cluster has no default partition: give cluster.learner_partition")
     if not (mine := [(count, gpus) for other, _, count, gpus in found if other == name]):
         known = ", ".join(sorted({other for other, *_ in found}))
         raise UserError(f"partition {name!r} is not on this cluster: its partitions are {known} "

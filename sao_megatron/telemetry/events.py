@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 Kind = Literal["start", "restart", "engine_restart", "engine_lost", "requeue", "node_excluded", "hang", "failure",
-               "end"]
+               "sandbox_restart", "sandbox_lost", "end"]
 
 
 @dataclass(frozen=True)

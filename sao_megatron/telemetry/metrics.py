@@ -178,7 +178,7 @@ _MACHINES = """## Machines
 
 `gpu/… rank-3` is the GPU of learner rank 3, `gpu/… other-0` a GPU of rank 0's machine that is no rank's (an engine's,
 with `sao-megatron train`); both need `nvidia-ml-py`. `sglang/… 0` is what engine 0 says of itself in its /metrics,
-looked at every 5 s. GPUs of machines on which only engines run are not read: SGLang's numbers are all there is of them.
+looked at every 2 s. GPUs of machines on which only engines run are not read: SGLang's numbers are all there is of them.
 """
 _FLOPS = """### FLOPs and MFU
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TextIO
 
-from sao_megatron.telemetry.events import Events
+from sao_megatron.telemetry.events import Events, Kind
 
 PLAIN_INTERVAL = 2.0
 """Least seconds between two step lines where there is no terminal."""
@@ -41,9 +41,13 @@ class Progress:
         """One line that stays."""
         self._write(f"[{self._clock() - self._began:5.0f} s] {text}", stays=True)
 
-    def event(self, kind: str, what: str, text: str) -> None:
-        """A note that the run's journal keeps too (kinds: telemetry/events.py)."""
-        self.note(text.splitlines()[0])
+    def event(self, kind: Kind, what: str, text: str) -> None:
+        """A note that the run's journal keeps too (telemetry/events.py)."""
+        self.note(text)
+        self.record(kind, what, text)
+
+    def record(self, kind: Kind, what: str, text: str) -> None:
+        """For the journal alone."""
         if self._journal is not None:
             self._journal.add(kind, what, text, self.saved_step)
 

@@ -132,18 +132,16 @@ def _table(step: int, version: int, recorded: Recorded, words: Words) -> pa.Tabl
     return pa.table([_column(columns.get(name), kind, len(t)) for name, kind in _TYPES.items()], schema=SCHEMA)
 
 
-def _spread(values: np.ndarray, action: np.ndarray) -> np.ma.MaskedArray:
-    """[action tokens] -> [tokens], masked elsewhere."""
+def _spread(values: np.ndarray, action: np.ndarray) -> pa.Array:
+    """[action tokens] -> [tokens], null elsewhere."""
     result = np.zeros(len(action), values.dtype)
     result[action] = values
-    return np.ma.masked_array(result, ~action)
+    return pa.array(result, mask=~action)
 
 
 def _column(values, kind: pa.DataType, length: int) -> pa.Array:
     if values is None:
         return pa.nulls(length, kind)
-    if isinstance(values, np.ma.MaskedArray):
-        return pa.array(values.data, mask=np.ma.getmaskarray(values)).cast(kind)
-    if isinstance(values, np.ndarray | list):
+    if isinstance(values, np.ndarray | list | pa.Array):
         return pa.array(values).cast(kind)
     return pa.array([values], kind).take(pa.array(np.zeros(length, np.int64)))

@@ -32,8 +32,8 @@ SHOWN = 5
 WATCH_SECONDS = 5.0
 ENGINE_SECONDS = 2.0
 """For all engines to answer."""
-RESTARTS = {"restart", "engine_restart", "engine_lost", "requeue", "node_excluded", "hang", "failure"}
-"""Kinds of events that say that something went wrong."""
+USUAL = {"start", "end"}
+"""Kinds of events that say nothing of what went wrong."""
 
 
 @dataclass
@@ -60,6 +60,9 @@ class Status:
 def collect(run_dir: Path) -> Status:
     """Raises UserError if this is not the folder of a run, RunError if its store cannot be read."""
     folder = RunFolder(run_dir)
+    if folder.submitted_path.is_file() and not folder.config_path.is_file():
+        raise UserError(f"{run_dir} was submitted, and its job has not begun yet: look at `squeue --me "
+                        f"--name={run_dir.name} --start`, and at {run_dir}.slurm-<job>.out if it is not in the queue")
     status = Status(folder.config(), time.time(), checkpoint=folder.checkpoints.latest(),
                     events=read(folder.events_path), sign_of_life=_last_write(folder))
     if folder.paused_path.is_file():
@@ -166,7 +169,7 @@ def _checkpoint(status: Status) -> str:
 
 
 def _restarts(status: Status) -> list[tuple[str, str]]:
-    wrong = [event for event in status.events if event.kind in RESTARTS]
+    wrong = [event for event in status.events if event.kind not in USUAL]
     if not wrong:
         return [("restarts", "none")]
     lines = [("restarts", f"{len(wrong)}" + (f", the last {SHOWN}:" if len(wrong) > SHOWN else ":"))]

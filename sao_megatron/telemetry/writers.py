@@ -39,6 +39,7 @@ def check(config: RunConfig) -> None:
 def open_writers(config: RunConfig, folder: RunFolder, first_step: int,
                  earlier: list[tuple[int, dict[str, float]]]) -> list[Writer]:
     """All that the recipe wants; `earlier` are the (step, metrics) of the steps before `first_step`."""
+    check(config)  # where the roles are started by hand nobody has
     settings, writers = flat_settings(config.model_dump(mode="json")), []
     if config.writers.tensorboard:
         from sao_megatron.telemetry.tensorboard import TensorBoardWriter

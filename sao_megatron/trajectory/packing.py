@@ -1,8 +1,9 @@
 """From trajectories to micro-batches: whole trajectories packed one after the other, balanced over data parallel ranks.
 
 A trajectory's segments are sequences of their own, which attend to nothing outside; they stay together and in order, so
-that its action tokens, over all of them, are one consecutive run (the chain of ALGORITHM.md §2). Everything per token that training needs is per *action* token: the position whose output predicts it (one before it),
-its id, its rollout log-prob, its reward. Observation and prompt tokens are only context.
+that its action tokens, over all of them, are one consecutive run (the chain of ALGORITHM.md §2). Everything per token
+that training needs is per *action* token: the position whose output predicts it (one before it), its id, its rollout
+log-prob, its reward. Observation and prompt tokens are only context.
 """
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ class MicroBatch:
 
 
 def pack(trajectories: list[Trajectory], packed_length: int, sequence_multiple: int = 1) -> MicroBatch:
-    """Concatenate trajectories, each segment padded to a multiple of `sequence_multiple`, and pad to `packed_length`."""
+    """Concatenate trajectories, each segment padded to a multiple of `sequence_multiple`; pad to `packed_length`."""
     lengths = [size for t in trajectories for size in _padded(t, sequence_multiple)]
     if padding := packed_length - sum(lengths):
         lengths.append(padding)

@@ -1,6 +1,7 @@
 """The Trajectory: what flows from the rollout side to the training side (DESIGN.md §3)."""
 from __future__ import annotations
 
+import copy
 import json
 import uuid
 from dataclasses import dataclass, field
@@ -164,15 +165,21 @@ class TrajectoryBuilder:
         if tokens:
             self._routed = last
 
-    def wanted_routing(self) -> dict[str, int]:
-        """What to ask the engine for besides tokens, if routing is recorded: that of every token of the segment which
-        has none yet."""
-        return {"routing_from": self._routed - self._segments[-1]} if self.record_routing else {}
-
     def last_action(self, length: int) -> tuple[list[int], list[float], list[int]]:
         """The last `length` tokens with their log-probs and versions."""
         start = len(self.tokens) - length
         return self.tokens[start:], self._logprobs[start:], self._versions[start:]
+
+    def fork(self) -> TrajectoryBuilder:
+        """A copy that grows by itself, for a turn that may come to nothing."""
+        twin = copy.copy(self)
+        vars(twin).update({name: list(value) for name, value in vars(self).items() if isinstance(value, list)})
+        return twin
+
+    def wanted_routing(self) -> dict[str, int]:
+        """What to ask the engine for besides tokens, if routing is recorded: that of every token of the segment which
+        has none yet."""
+        return {"routing_from": self._routed - self._segments[-1]} if self.record_routing else {}
 
     def add_observation(self, tokens: list[int]) -> None:
         """Append the environment's answer and begin the next turn."""

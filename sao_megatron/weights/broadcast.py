@@ -98,6 +98,7 @@ class Broadcast:
         self._thread = ThreadPoolExecutor(
             1, "send-weights", initializer=lambda: device is not None and torch.accelerator.set_device_index(device))
         self._buckets = 0
+        self._buffer: Tensor | None = None
 
     # Groups
 
@@ -163,6 +164,7 @@ class Broadcast:
         dist.barrier()  # all others have sent
         if held is not None and not errors:
             errors += _ended(self._thread.submit(self._send, held, version, flush))
+        self._buffer = None
         return errors[0] if errors else None
 
     def _timed(self, phase: str, call, *arguments):
@@ -175,7 +177,7 @@ class Broadcast:
     def _send(self, bucket: Bucket, version: int | None = None, flush: bool = False) -> None:
         """In the sending thread: one bucket to all engines. Returns when they have loaded it."""
         bucket = sorted(bucket, key=lambda item: -item[1].element_size())  # keeps every offset aligned
-        data = torch.cat([t.contiguous().flatten().view(torch.uint8) for _, t in bucket])
+        data = self._joined([t.contiguous().flatten().view(torch.uint8) for _, t in bucket])
         self._buckets += 1
         who = f"rank {self.rank}, bucket {self._buckets} ({data.numel()} bytes from {bucket[0][0]} on)"
         begin = time.monotonic()
@@ -183,6 +185,14 @@ class Broadcast:
             self.seconds["turn"] += time.monotonic() - begin
             if useful:
                 self._broadcast(bucket, data, who, version, flush)
+
+    def _joined(self, parts: list[Tensor]) -> Tensor:
+        """Their bytes one after the other, in memory that all buckets of a publication share: new memory costs a CPU
+        as much as sending what is in it."""
+        size = sum(part.numel() for part in parts)
+        if self._buffer is None or self._buffer.numel() < size:
+            self._buffer = torch.empty(size, dtype=torch.uint8, device=parts[0].device)
+        return torch.cat(parts, out=self._buffer[:size])
 
     def _broadcast(self, bucket: Bucket, data: Tensor, who: str, version: int | None, flush: bool) -> None:
         names, dtypes = [name for name, _ in bucket], [str(t.dtype).removeprefix("torch.") for _, t in bucket]

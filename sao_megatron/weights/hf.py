@@ -97,9 +97,10 @@ def _check_folder(folder: Path, with_mtp: bool) -> None:
 def check_mtp(folder: Path) -> None:
     """Raise UserError if an HF folder has no layers for multi-token prediction."""
     layers = read_config(folder)["num_hidden_layers"]
-    if not any(is_mtp(name, layers) for name in SafetensorsFolder(folder).names()):
+    names = SafetensorsFolder(folder).names() if list(folder.glob("*.safetensors")) else []
+    if not any(is_mtp(name, layers) for name in names):
         raise UserError(f"{folder} has no layers for multi-token prediction (model.layers.{layers} …) that could be "
-                        f"kept: drop them (model.mtp, or --mtp)")
+                        f"kept: drop them, or name the HF folder that has them (model.path, or --model)")
 
 
 def is_mtp(name: str, layers: int) -> bool:

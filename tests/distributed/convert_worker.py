@@ -1,10 +1,15 @@
-"""Runs tools/convert.py's commands in one process (imports cost more than they do) and writes what each answered."""
+"""Runs tools/convert.py's commands in one process (imports cost more than they do) and writes what each answered.
+
+    python convert_worker.py FOLDER                        # the commands in `main`
+    torchrun … convert_worker.py megatron-to-hf FROM TO    # the tool itself, but for the size of the parts
+"""
 from __future__ import annotations
 
 import contextlib
 import io
 import json
 import os
+import runpy
 import shutil
 import signal
 import sys
@@ -49,7 +54,6 @@ def interrupted(source: Path, target: Path) -> dict:
 
 
 def main(folder: Path) -> None:
-    megatron_folder.PART_BYTES = 60_000
     found = {}
 
     def run(name: str, *arguments, **share) -> None:
@@ -97,4 +101,8 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    megatron_folder.PART_BYTES = 60_000
+    if len(sys.argv) == 2:
+        main(Path(sys.argv[1]))
+    else:
+        runpy.run_path(convert.__file__, run_name="__main__")

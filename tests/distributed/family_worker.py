@@ -23,6 +23,7 @@ from sao_megatron.learner import model as models
 from sao_megatron.learner.passes import policy_pass, to_device
 from sao_megatron.trajectory.packing import micro_batches
 from sao_megatron.weights import hf, value_head
+from sao_megatron.weights.families import family_of
 from sao_megatron.weights.shards import Parameter, ShardMap
 
 
@@ -83,6 +84,25 @@ def counted(model, parallel, hf_config: dict, value_outputs: int = 0) -> dict:
         hf_config, parallel, ps.get_pipeline_model_parallel_rank(), value_outputs)))
 
 
+def activations(module, parallel, hf_config: dict) -> float:
+    """Bytes that a forward keeps for its backward, over what learner/memory.py reckons for the layers."""
+    kept, storages = [], {}
+    weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if tensor.is_floating_point() and storage.data_ptr() not in weights:
+            kept.append(tensor)  # else its place in memory could be another's soon
+            storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        train_pass(module, parallel)
+    fields = family_of(hf_config).transformer_config(hf_config)
+    tokens = sum(len(trajectory) for trajectory in trajectories())
+    reckoned = sum(memory.layer_elements(fields, parallel, layer) for layer in range(fields["num_layers"])) * tokens * 4
+    return sum(storages.values()) / reckoned
+
+
 def only_one_rank(folder: Path, hf_config: dict, module, saved: dict[str, torch.Tensor]) -> dict:
     """What does not depend on the layout."""
     twin = fused_twin(module, hf_config)
@@ -91,6 +111,7 @@ def only_one_rank(folder: Path, hf_config: dict, module, saved: dict[str, torch.
     models.freeze_attention(twin)
     half = models.build(hf_config, configs.ParallelSection(), torch.bfloat16)
     return dict(kept_fused=same(saved, export(shards)), frozen_fused=training(twin),
+                activations=activations(module, configs.ParallelSection(), hf_config),
                 dtypes=sorted({str(p.tensor.dtype) for p in ShardMap(half, hf_config).parameters}))
 
 

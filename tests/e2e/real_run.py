@@ -34,6 +34,7 @@ FINISHED = [f"steps={STEPS}", f"algorithm.critic_only_steps={CRITIC_ONLY}", f"ba
             # every publication meets episodes in flight, and versions mix.
             "task.options.turns=10", "rollout.concurrency=4", f"rollout.max_lag={STEPS + CRITIC_ONLY}",
             "publication.verify_every=1", "tokens.every=2", "writers.jsonl=true",
+            "sandbox.servers=1", "sandbox.modules=[]",
             # The last update changes nothing: its forward pass saw the weights that were exported (test_export.py).
             "policy_optimizer.warmup_steps=0", "policy_optimizer.min_lr_ratio=0.0"]
 

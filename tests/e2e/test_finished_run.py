@@ -75,7 +75,8 @@ def test_config_is_resolved(finished):
 # If this fails, somebody who looks for why a process did something finds no log of it.
 def test_one_log_per_process(finished):
     logs = {path.name for path in finished.folder.log_dir.iterdir()}
-    assert logs == {"engine-0.log", "controller.log", "learner-0.log", "learner-1.log"}
+    assert logs == {"engine-0.log", "controller.log", "learner-0.log", "learner-1.log", "sandbox-0.log"}
+    assert "sandbox server at http://127.0.0.1:" in (finished.folder.log_dir / "sandbox-0.log").read_text()
 
 
 # If this fails, the curves that the README shows are not there, or show something else than the run recorded.
@@ -91,6 +92,7 @@ def test_scalar_in_tensorboard(events, steps, tag):
 def test_every_metric_is_documented(steps):
     written = {name for row in steps for name in row.metrics}
     assert {name for name in written if not metrics.known(name)} == set()
+    assert {"sglang/running 0", "sglang/cache_used 0"} <= steps[-1].metrics.keys()
     assert written.isdisjoint({"learner/mfu", "engine/mfu"}), "a CPU has no peak"
 
 

@@ -33,7 +33,7 @@ REFUSED = {
     "multi-token prediction": ("model.mtp=keep", "model.mtp=keep: model.fresh has no layers"),
     "config.json field": ("model.fresh.sliding_windows=128", "sliding_windows"),
     "config.json value": ("model.fresh.attention_bias=true", "attention_bias"),
-    "foreign address": ("engine.host=192.0.2.1", "engine.host=192.0.2.1: 0 ports can be used, 1 are needed"),
+    "foreign address": ("engine.host=192.0.2.1", "host=192.0.2.1: 0 ports can be used, 1 are needed"),
     "idle controllers": ("rollout={concurrency: 2, controllers: 3}",
                          "rollout: concurrency=2 leaves some of controllers=3 without an episode"),
     "redundancy without groups": ("rollout.redundancy=2", "rollout.redundancy=2 is for groups, preset sao has single"),

@@ -79,6 +79,8 @@ class Cluster:
         self.root, self.nodes, self.gpus = root, [f"node{i + 1}" for i in range(nodes)], gpus
         self.environment = os.environ | {"SLURM_CONF": str(root / "slurm.conf"), "PATH": _PATH}
         self._daemons: dict[str, subprocess.Popen] = {}
+        self._odd: set[str] = set()
+        """Nodes that lack a file system."""
 
     def __enter__(self) -> Cluster:
         try:
@@ -126,14 +128,26 @@ class Cluster:
             self._daemons[name] = subprocess.Popen(command, env=self.environment, stdin=subprocess.DEVNULL, stdout=out,
                                                    stderr=out, start_new_session=True)
 
-    def power_on(self, node: str) -> None:
-        script = 'hostname "$1" && mount --bind "$2/hosts" /etc/hosts && exec slurmd -D -f "$2/slurm.conf" -N "$1"'
+    def power_on(self, node: str, hidden: Path | None = None) -> None:
+        """`hidden`: a folder that this node sees empty, as where a file system is not mounted."""
+        self._odd = self._odd | {node} if hidden else self._odd - {node}
+        script = ('hostname "$1" && mount --bind "$2/hosts" /etc/hosts && { [ -z "$3" ] || mount -t tmpfs none "$3"; }'
+                  ' && exec slurmd -D -f "$2/slurm.conf" -N "$1"')
         self._start(node, ["unshare", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc",
-                           "bash", "-c", script, "slurmd", node, str(self.root)])
+                           "bash", "-c", script, "slurmd", node, str(self.root), str(hidden or "")])
 
     def power_off(self, node: str) -> None:
         """A power loss: slurmd and everything that runs on the node are gone at once."""
         self._end(node)
+
+    def restore(self) -> None:
+        """All nodes as they were at first."""
+        for node in self.nodes:
+            if node in self._odd:
+                self.power_off(node)
+            if node not in self._daemons:
+                self.power_on(node)
+        self.wait_idle()
 
     def _end(self, name: str) -> None:
         daemon = self._daemons.pop(name, None)

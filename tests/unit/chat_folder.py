@@ -1,7 +1,7 @@
 """HF folders with a chat template of tests/unit/chat_templates and a small byte-level BPE tokenizer of its own.
 
-The templates say what the published ones of their models say, in words of our own. A small vocabulary with merges is as
-good as a large one here: encoding again what was decoded gives other tokens than were sampled, as it does in large ones.
+The templates say what the published ones of their models say, in words of our own. A small vocabulary with merges is
+as good as a large one here: encoding again what was decoded gives other tokens than were sampled, as in large ones.
 """
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "[gMASK]", "<sop>", "<
 WORDS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<arg_key>",
          "</arg_key>", "<arg_value>", "</arg_value>"]
 """Tokens that are not special: decoding never leaves them out."""
-CORPUS = ["the answer is 42, and the next one is 43.\n\nI think that the number is higher", '{"name": "add", "arguments": ',
-          "assistant user system tool the word is in the list of words"] * 20
+CORPUS = ["the answer is 42, and the next one is 43.\n\nI think that the number is higher",
+          '{"name": "add", "arguments": ', "assistant user system tool the word is in the list of words"] * 20
 
 
 def save(folder: Path, template: str) -> Path:

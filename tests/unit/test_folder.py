@@ -264,6 +264,7 @@ def model(tmp_path) -> Path:
 @pytest.mark.parametrize("damage, parts", [
     (lambda folder: (folder / "model-1.safetensors").unlink(), ("model-1.safetensors", "model.norm.weight")),
     (lambda folder: index(folder, {"x": "model-1.safetensors"}), ("model-1.safetensors", "tensor x is missing")),
+    (lambda folder: (folder / ".metadata").write_text(""), ("a checkpoint of the learner", "megatron-to-hf")),
     (lambda folder: (folder / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": {
         "quant_method": "fp8", "weight_block_size": [128, 128]}})), ("float8", "tools/convert.py"))])
 def test_a_damaged_model_is_refused_before_anything_starts(model, tmp_path, damage, parts):

@@ -13,7 +13,7 @@ LEVELS = [
     {"submission"},
     {"roles", "launcher", "pretraining", "conversion"},
     {"watch"},
-    {"engine_watch", "hang"},
+    {"engine_watch", "sandbox_watch", "hang"},
     {"placement"},
     {"supervisor"},
     {"rollout", "learner"},

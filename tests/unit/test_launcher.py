@@ -17,6 +17,7 @@ from sao_megatron.blame import last_words
 from sao_megatron.engine.process import engine_command, free_port
 from sao_megatron.errors import RunError, UserError
 from sao_megatron.placement.plan import OneMachine, Plan
+from sao_megatron.sandbox_watch import MOST_RESTARTS
 from sao_megatron.supervisor import ProcessSpec, Supervisor
 from sao_megatron.telemetry.progress import Progress
 from sao_megatron.trajectory.store import Store
@@ -266,6 +267,30 @@ def test_watch_starts_an_engine_again(config, tmp_path, restarts, ends, capsys):
                 watched.until_done()
     assert lives.read_text().count("life") == 1 + restarts
     assert f"is started again ({restarts} of engine.restarts={restarts})" in "".join(capsys.readouterr())
+
+
+# If one fails, a sandbox server that dies ends a run, or one that cannot live is started for ever.
+@pytest.mark.parametrize(("deaths", "ends"), [(2, True), (99, False)])
+def test_watch_starts_a_sandbox_server_again(config, tmp_path, deaths, ends, capsys):
+    store_path, lives = tmp_path / "store.sqlite", tmp_path / "lives"
+    lives.touch()
+    server = "import sys, time\nprint('life', file=open(sys.argv[1], 'a'), flush=True)\n" \
+             "if open(sys.argv[1]).read().count('life') <= int(sys.argv[2]):\n    sys.exit('cannot isolate')\n" \
+             "time.sleep(600)"
+    plan = Plan([], python("controller", FOLLOW, store_path), [python("learner-0", OUTLIVE, store_path, lives, 3)], [],
+                sandboxes=[python("sandbox-0", server, lives, deaths)])
+    if not ends:
+        plan.learners[0] = python("learner-0", SLEEP)
+    with Store(store_path) as store, Supervisor(tmp_path / "logs") as supervisor:
+        watched = Watch(config, OneMachine(plan, tmp_path / "logs"), store, supervisor, Progress(2))
+        watched.start()
+        if ends:
+            watched.until_done()
+        else:
+            with pytest.raises(RunError, match="sandbox-0 ended unexpectedly with exit code 1: cannot isolate"):
+                watched.until_done()
+    assert lives.read_text().count("life") == (3 if ends else 1 + MOST_RESTARTS)
+    assert f"is started again ({2 if ends else MOST_RESTARTS} of {MOST_RESTARTS})" in "".join(capsys.readouterr())
 
 
 # If this fails, an engine that never gets ready holds the run for ever.

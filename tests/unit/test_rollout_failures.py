@@ -118,12 +118,12 @@ def test_half_done_episodes_go_on_where_they_were(tmp_path):
 
 # If this fails, an episode of a task that wrongly says it can be replayed becomes a trajectory that was never played.
 def test_a_task_that_answers_otherwise_is_played_anew(tmp_path):
-    from sao_megatron.rollout.episode import run_episode
+    from sao_megatron.rollout.episode import EpisodeSettings, run_episode
     from sao_megatron.rollout.half_done import HalfDone, Turn
     with Store(tmp_path / "store.db") as store:
         store.keep_turns([(0, 0, Turn([6, 2], [-0.5, -0.5], [0, 0], False, [9]))])
-        settings = SimpleNamespace(temperature=1.0, max_new_tokens=8, max_tokens=64, environment_retries=1,
-                                   request_timeout=1, group=1)
+        settings = EpisodeSettings(temperature=1.0, max_new_tokens=8, max_tokens=64, environment_retries=1,
+                                   request_timeout=1)
         task = TalkTask(Step([5]), Step([5]), Step(done=True))
         played = asyncio.run(run_episode(FakeEngine(two_words), task, Prompt("p"), settings, 0,
                                          HalfDone(store).diary(0)))

@@ -188,7 +188,7 @@ async def test_processor_time_between_cells(pool):
         assert named("miner")
         assert await gone("miner")
         result = await session.run("1")
-        assert (result.status, result.alive) == ("ended", False)
+        assert (result.status, result.alive) == ("cpu", False)
         assert (await session.run("2")).output == "2\n"
 
 
@@ -215,6 +215,20 @@ asyncio.run(main())
         owner.send_signal(signal.SIGKILL)
         owner.wait()
     assert await gone("orphan")
+
+
+# If this fails, a machine that ends the sandbox's processes passes for a fault of the model's code, or ends the run.
+async def test_template_killed():
+    async with Pool(LIMITS, sessions=2, cells=2, warm=1, modules=[]) as pool:
+        session = await pool.open()
+        await session.run("x = 1")
+        psutil.Process(pool._template.process.pid).kill()
+        with pytest.raises(SandboxError, match="killed from outside"):
+            await session.run("import time; time.sleep(1)")
+        while pool._template.alive:
+            await asyncio.sleep(0.01)
+        for _ in range(3):
+            assert (await in_session(pool, "2"))[0].output == "2\n"
 
 
 # If this fails, a session reads the run's files, the home folder, or another process's environment and memory.

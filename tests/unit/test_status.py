@@ -150,6 +150,9 @@ def test_nothing_there_yet(folder, tmp_path):
     assert texts["step"] == "0 of 40" and texts["run"].endswith("nothing was started yet")
     with pytest.raises(UserError, match="not the folder of a run"):
         status.collect(tmp_path / "nowhere")
+    (tmp_path / "nowhere.submitted.yaml").touch()
+    with pytest.raises(UserError, match="its job has not begun yet: look at `squeue --me --name=nowhere"):
+        status.collect(tmp_path / "nowhere")
 
 
 # If this fails, `status` in a script or a log is full of control characters, or the table is cut at 80 columns.

@@ -95,7 +95,7 @@ def test_saved_tokenizer_reads_a_game_aloud(tmp_path):
 
 
 @pytest.mark.parametrize("name, options, message", [
-    ("guess", {}, "unknown task 'guess': known are guess_number, levers, reasoning_gym"),
+    ("guess", {}, "unknown task 'guess': known are guess_number, levers, mixture, reasoning_gym"),
     ("guess_number", {"hihg": 3}, "no option 'hihg': its options are low, high"),
     ("guess_number", {"high": 99}, "high=99"),
     ("guess_number", {"action": "text"}, "action='text'"),

@@ -86,7 +86,7 @@ def make(size: str, folder: Path) -> tuple[run_config.RunConfig, dict, list[Traj
         builder = TrajectoryBuilder(rng.integers(0, 32, length // 4).tolist(), f"p{index}", "random")
         for _ in range(3):
             builder.add_action(rng.integers(0, 32, length // 8).tolist(), rng.normal(-3.5, 1, length // 8).clip(
-                max=-0.01).tolist(), rng.integers(0, 3, length // 8).tolist())
+                max=-0.01).tolist(), rng.integers(0, 2, length // 8).tolist())
             builder.add_observation(rng.integers(0, 32, length // 8).tolist())
         builder.add_reward(float(rng.integers(0, 2)))
         result.append(builder.build())

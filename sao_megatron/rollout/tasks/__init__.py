@@ -1,51 +1,79 @@
 """Tasks by name: the built-in ones, or a class in a Python file (`path/to/file.py:Class`)."""
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sao_megatron.errors import UserError
 from sao_megatron.rollout.tasks.base import Task
+from sao_megatron.sandbox.pool import Sandbox
 
 
-def load_task(name: str, options: dict[str, Any], model_dir: str | Path | None) -> Task:
+class _Known(NamedTuple):
+    module: str
+    class_name: str
+    package: str | None = None
+    """What it needs installed, as pip names it."""
+    imported: str | None = None
+    """The same, as Python names it."""
+
+
+_KNOWN = {
+    "guess_number": _Known("guess_number", "GuessNumber"),
+    "levers": _Known("guess_number", "Levers"),
+    "mixture": _Known("mixture", "Mixture"),
+    "reasoning_gym": _Known("reasoning_gym", "ReasoningGym", "reasoning-gym", "reasoning_gym"),
+    "math_python": _Known("math_python", "MathPython", "math-verify", "math_verify"),
+    "coding": _Known("coding", "Coding"),
+    "bfcl": _Known("bfcl", "Bfcl", "bfcl-eval --no-deps", "bfcl_eval"),
+    "textarena": _Known("text_game", "TextGame", "textarena", "textarena"),
+}
+_GIVEN = ("model_dir", "sandbox")
+"""Constructor parameters that are no options."""
+
+
+def load_task(name: str, options: dict[str, Any], model_dir: str | Path | None, sandbox: Sandbox | None = None) -> Task:
     """Construct the task `name` with `options` as its constructor's arguments.
 
-    A constructor with a parameter `model_dir` gets the HF model folder (for its tokenizer; None for a fresh model).
+    A constructor with a parameter `model_dir` gets the HF model folder (for its tokenizer; None for a fresh model), one
+    with a parameter `sandbox` gets where to run code (None in a process that runs no episodes).
     Raises UserError for an unknown name, an unknown or missing option, and a value that the task refuses.
     """
     task_class = _task_class(name)
     parameters = dict(inspect.signature(task_class).parameters)
-    extra = {"model_dir": model_dir} if parameters.pop("model_dir", None) else {}
+    given = {key: value for key, value in zip(_GIVEN, (model_dir, sandbox), strict=True) if parameters.pop(key, None)}
     _check_options(name, options, parameters)
     try:
-        return task_class(**options, **extra)
+        return task_class(**options, **given)
     except (TypeError, ValueError, OSError) as error:
         raise UserError(f"task {name} refuses its options {options}: {' '.join(str(error).split())}") from error
 
 
+def runs_code(name: str, options: dict[str, Any]) -> bool:
+    """Whether a task, or one of a mixture, needs a sandbox."""
+    task_class = _task_class(name)
+    parts = getattr(task_class, "parts_of", lambda options: [])(options)
+    return any(runs_code(*part) for part in parts) if parts else "sandbox" in inspect.signature(task_class).parameters
+
+
 def _task_class(name: str) -> type:
-    if name == "guess_number":
-        from sao_megatron.rollout.tasks.guess_number import GuessNumber
-        return GuessNumber
-    if name == "levers":
-        from sao_megatron.rollout.tasks.guess_number import Levers
-        return Levers
-    if name == "reasoning_gym":
-        if importlib.util.find_spec("reasoning_gym") is None:
-            raise UserError("task reasoning_gym needs the package reasoning-gym: pip install reasoning-gym")
-        from sao_megatron.rollout.tasks.reasoning_gym import ReasoningGym  # imports about 100 task families: seconds
-        return ReasoningGym
-    path, colon, class_name = name.rpartition(":")
-    if not (colon and path.endswith(".py")):
-        raise UserError(f"unknown task {name!r}: known are guess_number, levers, reasoning_gym and "
-                        f"path/to/file.py:Class")
-    return _class_of_file(Path(path), class_name)
+    if known := _KNOWN.get(name):
+        if known.imported and importlib.util.find_spec(known.imported) is None:
+            raise UserError(f"task {name} needs the package {known.package.split()[0]}: pip install {known.package}")
+        module = importlib.import_module(f"sao_megatron.rollout.tasks.{known.module}")  # some take seconds
+        return getattr(module, known.class_name)
+    if ".py:" not in name:
+        raise UserError(f"unknown task {name!r}: known are {', '.join(_KNOWN)} and path/to/file.py:Class")
+    return load_class(name)
 
 
-def _class_of_file(path: Path, class_name: str) -> type:
+def load_class(name: str) -> type:
+    """That of `path/to/file.py:Class`. Raises UserError."""
+    file, _, class_name = name.rpartition(":")
+    path = Path(file)
     if not path.is_file():
         raise UserError(f"task file {path} does not exist")
     spec = importlib.util.spec_from_file_location(f"sao_task_{path.stem}", path)
@@ -65,7 +93,7 @@ def _check_options(name: str, options: dict[str, Any], parameters: dict[str, ins
     open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     named = {key: parameter for key, parameter in parameters.items() if parameter.kind is not parameter.VAR_KEYWORD}
     for option in options:
-        if (option not in named and not open_ended) or option == "model_dir":
+        if (option not in named and not open_ended) or option in _GIVEN:
             raise UserError(f"task {name} has no option {option!r}: its options are {', '.join(named) or 'none'}")
     for option, parameter in named.items():
         if parameter.default is parameter.empty and option not in options:

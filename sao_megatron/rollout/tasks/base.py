@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from sao_megatron.config import LimitsSection
 from sao_megatron.trajectory.types import Trajectory
 
 
@@ -14,6 +15,10 @@ class Prompt:
 
     id: str
     data: Any = None
+    task: Task | None = None
+    """Whose it is, where a mixture has dealt it."""
+    limits: LimitsSection | None = None
+    """Its own, in place of task.limits."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,11 @@ class Step:
 
 
 class Environment(Protocol):
-    """One episode. An exception from either method makes the episode an `error`, never a zero reward."""
+    """One episode. An exception from a method makes the episode an `error`, never a zero reward.
+
+    One that holds something (a sandbox session) has a method `async def close(self)` too, called once, at the end of
+    the episode, however it ends.
+    """
 
     async def reset(self) -> list[int]:
         """Token ids of the prompt (at least one)."""

@@ -1,0 +1,91 @@
+"""The HTTP server, in the controller's own event loop. It listens while any episode is open, and not otherwise."""
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from aiohttp import web
+
+from sao_megatron.rollout.gateway.protocol import Request, RequestError, error_body
+from sao_megatron.rollout.gateway.session import Session
+
+LARGEST_REQUEST = 64 * 2**20
+
+
+class Gateway:
+    """POST {url}/chat/completions; the API key says which episode it is."""
+
+    def __init__(self, host: str, port: int):
+        """Port 0: any that is free whenever it begins to listen."""
+        self._host, self._port = host, port
+        self._sessions: dict[str, Session] = {}
+        self._runner: web.AppRunner | None = None
+        self.url = ""
+
+    @asynccontextmanager
+    async def serving(self, session: Session) -> AsyncIterator[str]:
+        """Answer the session's requests meanwhile; gives the base URL for OpenAI's clients."""
+        self._sessions[session.key] = session
+        try:
+            if self._runner is None:
+                await self._listen()
+            yield self.url
+        finally:
+            del self._sessions[session.key]
+            for request in session.requests:
+                request.cancel()
+            if not self._sessions and self._runner:
+                runner, self._runner = self._runner, None
+                await runner.cleanup()
+
+    async def _listen(self) -> None:
+        application = web.Application(client_max_size=LARGEST_REQUEST, middlewares=[_as_openai])
+        application.router.add_post("/v1/chat/completions", self._complete)
+        # A client that hangs up cancels its turn.
+        self._runner = runner = web.AppRunner(application, handler_cancellation=True, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, self._host, self._port).start()
+        host, port = runner.addresses[0][:2]
+        self.url = f"http://{host}:{port}/v1"
+
+    async def _complete(self, http: web.Request) -> web.StreamResponse:
+        key = http.headers.get("Authorization", "").removeprefix("Bearer ")
+        session = self._sessions.get(key)
+        if session is None:
+            raise RequestError("the API key names no open episode", "invalid_api_key", status=401)
+        try:
+            body = await http.json()
+        except json.JSONDecodeError as error:
+            raise RequestError(f"the body is not JSON: {error}") from None
+        request = Request.read(body)
+        task = asyncio.current_task()
+        session.requests.add(task)
+        try:
+            reply = await session.complete(request)
+        finally:
+            session.requests.discard(task)
+        if not request.stream:
+            return web.json_response(reply.body(request.model))
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        await response.prepare(http)
+        for chunk in reply.chunks(request.model, request.include_usage):
+            await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+
+@web.middleware
+async def _as_openai(request: web.Request, handler) -> web.StreamResponse:
+    """Errors in OpenAI's form."""
+    try:
+        return await handler(request)
+    except RequestError as error:
+        return web.json_response(error.body(), status=error.status)
+    except web.HTTPException as error:
+        body = error_body(f"{request.method} {request.path}: {error.reason}", "invalid_request_error")
+        return web.json_response(body, status=error.status)
+    except Exception as error:  # the session has it too, and ends the episode with it
+        return web.json_response(error_body(str(error), "server_error"), status=500)

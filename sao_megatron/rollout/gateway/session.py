@@ -1,0 +1,180 @@
+"""One agent's episode: its chats, token-exact, in whatever order it asks.
+
+An agent sends whole histories. One that begins with a chat that this session knows, up to the last reply that it gave,
+goes on there from the very tokens that were sampled. Any other (the first request, an edited history, a second answer
+to one question, a sub-agent) begins a chat of its own. Every chat is one or more segments of one trajectory, ordered
+by their last replies, so that the outcome sits on the agent's last turn.
+
+A turn counts when its reply is ready to be sent: one that the agent gave up (it hung up, the engine failed) leaves its
+chat as it was.
+"""
+from __future__ import annotations
+
+import asyncio
+import copy
+import secrets
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError
+
+from sao_megatron.rollout.chat import Chat, ChatTemplate
+from sao_megatron.rollout.gateway.protocol import Reply, Request, RequestError
+from sao_megatron.rollout.pool import Generator
+from sao_megatron.rollout.sampling import sample_turn
+from sao_megatron.trajectory.types import TrajectoryBuilder
+
+if TYPE_CHECKING:
+    from sao_megatron.rollout.episode import EpisodeSettings
+
+STOP_CHUNK = 32
+"""Tokens that are sampled between two looks for a client's stop strings."""
+
+
+class _Thread:
+    """One chat and its tokens."""
+
+    def __init__(self, chat: Chat, builder: TrajectoryBuilder):
+        self.chat, self.builder = chat, builder
+        self.busy = False
+        self.turn = -1
+        """Number of its last turn in the session."""
+
+
+class Session:
+    """`begin(tokens)` makes the builder of a segment."""
+
+    def __init__(self, client: Generator, template: ChatTemplate, settings: EpisodeSettings, max_turns: int,
+                 begin: Callable[[list[int]], TrajectoryBuilder]):
+        self.client, self.template, self.settings, self.max_turns = client, template, settings, max_turns
+        self.begin = begin
+        self.key = f"sk-{secrets.token_urlsafe(24)}"
+        self.turns = 0
+        self.spent = ""
+        """Which budget of the run refused a request or cut a turn, if one did."""
+        self.failure: asyncio.Future = asyncio.get_running_loop().create_future()
+        """Gets the RunError of an engine that failed, or whatever else ends the run."""
+        self.requests: set[asyncio.Task] = set()
+        """Being answered."""
+        self._threads: list[_Thread] = []
+        self._reserved = 0  # tokens that requests in flight may still add
+        self._asked = 0
+
+    def joined(self) -> TrajectoryBuilder:
+        """All chats in the order of their last turns. Only where `turns` > 0."""
+        first, *others = sorted((thread for thread in self._threads if thread.turn >= 0), key=lambda t: t.turn)
+        for thread in others:
+            first.builder.add_observation([])
+            first.builder.add_segment(thread.builder)
+        return first.builder
+
+    async def complete(self, request: Request) -> Reply:
+        """Sample the answer. Raises RequestError where it is refused; any other exception is put in `failure` too."""
+        if self._asked == self.max_turns:
+            raise self._refusal(f"this episode had its {self.max_turns} turns", "turn_limit")
+        self._asked += 1
+        if request.tools:
+            await asyncio.to_thread(self.template.tool_parser.load)
+        thread, chat, builder = self._continued(request)
+        thread.busy = True
+        try:
+            return await self._sample(request, chat, builder, thread)
+        except RequestError:
+            raise
+        except Exception as error:
+            if not self.failure.done():
+                self.failure.set_exception(error)
+            raise
+        finally:
+            thread.busy = False
+
+    def _refusal(self, message: str, code: str) -> RequestError:
+        self.spent = message
+        return RequestError(message, code)
+
+    def _continued(self, request: Request) -> tuple[_Thread, Chat, TrajectoryBuilder]:
+        """The thread to go on in, and its chat and tokens with the request's new messages, as copies."""
+        try:
+            if thread := self._known(request):
+                chat, builder = copy.copy(thread.chat), thread.builder.fork()
+                more = chat.add(request.messages[len(chat.messages):])
+                builder.add_observation(more.observation)
+                if more.context:
+                    builder.add_segment(self.begin(more.context))
+                return thread, chat, builder
+            chat = Chat(self.template, request.messages, request.tools)
+            builder = self.begin(chat.prompt())
+        except (TemplateError, TypeError, ValueError) as error:  # templates index and concatenate what they are given
+            raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from None
+        return _Thread(chat, builder), chat, builder
+
+    def _known(self, request: Request) -> _Thread | None:
+        """The idle thread with the longest history that the request's begins with."""
+        fitting = [thread for thread in self._threads if not thread.busy and thread.chat.tools == request.tools
+                   and thread.chat.messages == request.messages[:len(thread.chat.messages)]]
+        return max(fitting, key=lambda thread: len(thread.chat.messages), default=None)
+
+    async def _sample(self, request: Request, chat: Chat, builder: TrajectoryBuilder, thread: _Thread) -> Reply:
+        prompt_tokens, held = len(builder.segment_tokens), len(builder.tokens)
+        new = held - (len(thread.builder.tokens) if thread.turn >= 0 else 0)
+        room = self.settings.max_tokens - self._used() - new
+        if room < 1:
+            raise self._refusal(f"{prompt_tokens} tokens of context leave none of the episode's "
+                                f"{self.settings.max_tokens} to sample", "context_length_exceeded")
+        budget = min(self.settings.max_new_tokens, room)
+        mine = min(budget, request.limit or budget)
+        self._reserved += new + mine
+        try:
+            builder, action, words, stopped = await self._turn(builder, mine, request.stops)
+        finally:
+            self._reserved -= new + mine
+        if not stopped and mine == budget:
+            self.spent = f"a turn was cut after {budget} tokens"
+        return self._commit(thread, chat, builder, Reply(
+            self._message(chat, action, words), "stop" if stopped else "length", prompt_tokens, len(action)))
+
+    def _used(self) -> int:
+        return self._reserved + sum(len(thread.builder.tokens) for thread in self._threads)
+
+    async def _turn(self, builder: TrajectoryBuilder, budget: int, stops: list[str]):
+        """Returns (the builder with the turn, its tokens, its text where a stop string cut it, whether it ended)."""
+        if not stops:
+            action, stopped = await sample_turn(self.client, builder, budget, self.template.stop_token_ids,
+                                                self.settings)
+            return builder, action, None, stopped
+        action: list[int] = []
+        while len(action) < budget:
+            twin = builder.fork()
+            part, stopped = await sample_turn(self.client, twin, min(STOP_CHUNK, budget - len(action)),
+                                              self.template.stop_token_ids, self.settings)
+            if found := self._stop_in(action, part, stops):
+                count, words = found
+                builder.add_action(*(values[:count] for values in twin.last_action(len(part))))
+                return builder, action + part[:count], words, True
+            builder, action = twin, action + part
+            if stopped:
+                return builder, action, None, True
+        return builder, action, None, False
+
+    def _stop_in(self, action: list[int], part: list[int], stops: list[str]) -> tuple[int, str] | None:
+        """(How many of `part` it takes to have said a stop string, the text before it)."""
+        for count in range(1, len(part) + 1):
+            text = self.template.words(action + part[:count])
+            if places := [text.find(stop) for stop in stops if stop in text]:
+                return count, text[:min(places)]
+        return None
+
+    def _message(self, chat: Chat, action: list[int], words: str | None) -> dict[str, Any]:
+        message = chat.reply(action, words)
+        for call in message.get("tool_calls", []):
+            call["id"] = f"call_{secrets.token_hex(12)}"
+        return message
+
+    def _commit(self, thread: _Thread, chat: Chat, builder: TrajectoryBuilder, reply: Reply) -> Reply:
+        thread.chat, thread.builder, thread.turn = chat, builder, self.turns
+        if thread not in self._threads:
+            self._threads.append(thread)
+        self.turns += 1
+        if reply.message.get("tool_calls"):
+            return Reply(reply.message, "tool_calls", reply.prompt_tokens, reply.completion_tokens)
+        return reply

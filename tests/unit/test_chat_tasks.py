@@ -1,0 +1,213 @@
+"""Tasks that talk and run code, over a real chat template, tokenizer and sandbox; what the model says is scripted."""
+import asyncio
+import json
+
+import chat_folder
+import pytest
+
+from sao_megatron.errors import UserError
+from sao_megatron.rollout.tasks import load_task
+from sao_megatron.rollout.tasks.bfcl import _data, _solutions
+from sao_megatron.rollout.tasks.chat_task import fenced_code
+from sao_megatron.rollout.tasks.math_python import last_boxed
+from sao_megatron.sandbox.limits import Limits
+from sao_megatron.sandbox.pool import Pool, SandboxError
+
+BFCL = ["bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker"]
+MATHS = ["math_verify"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return chat_folder.save(tmp_path_factory.mktemp("model"), "qwen3")
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory):
+    path = tmp_path_factory.mktemp("prompts") / "questions.jsonl"
+    rows = [{"question": f"What is {n}/2?", "answer": f"\\frac{{{n}}}{{2}}"} for n in range(1, 9)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def talk(name, options, folder, *turns, prompt=None, ended=True, module=None):
+    """Play `turns`, texts of the model, or functions of the task and prompt that make them; returns (context, steps).
+
+    The sandbox has one place, so an episode that holds one while it waits for another never ends.
+    """
+    async def play():
+        async with Pool(Limits(seconds=10), sessions=1, cells=1, warm=1, modules=module or []) as sandbox:
+            task = load_task(name, options, folder, sandbox)
+            asked = task.prompt(0) if prompt is None else prompt(task)
+            environment = task.environment(asked)
+            context, steps = await environment.reset(), []
+            for turn in turns:
+                text = turn if isinstance(turn, str) else turn(asked)
+                action = task.template.encode(text) + task.stop_token_ids[:1] * ended
+                steps.append(await asyncio.wait_for(environment.step(action), 60))
+                step = steps[-1]
+                context = step.context or context + action + step.observation
+            if close := getattr(environment, "close", None):
+                await close()
+            assert sandbox.open_sessions == 0
+            return task.template.tokenizer.decode(context), steps
+    try:
+        return asyncio.run(play())
+    except SandboxError as error:
+        pytest.skip(str(error))
+
+
+def call(name, **arguments):
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+# If this fails, a tool's answer does not reach the model, variables are lost between calls, or a right answer in
+# another form is not rewarded.
+def test_maths_with_calls(folder, questions):
+    context, steps = talk("math_python", {"prompts": questions}, folder, call("python", code="x = 21\nx / 2"),
+                          call("python", code="print(x * 2)"), call("python", cod="?") + call("pyhton", code="1"),
+                          lambda prompt: f"So it is \\boxed{{{int(prompt.data[0].split('/')[0].split()[-1]) / 2}}}.",
+                          module=MATHS)
+    assert [(step.reward, step.done) for step in steps] == [(0, False)] * 3 + [(1.0, True)]
+    assert steps[-1].info == {"solved": True, "calls": 2, "answered": True}
+    assert "<tool_response>\n10.5" in context and "<tool_response>\n42" in context and '"name": "python"' in context
+    assert "There is one tool, python" in context or "pyhton" in context
+
+
+# If this fails, models whose template knows no tools cannot run code, or their answer is not found.
+def test_maths_with_blocks(folder, questions):
+    options = {"prompts": questions, "tools": "blocks"}
+    context, steps = talk("math_python", options, folder, "I compute it:\n```python\nprint('seven')\n1/0\n```",
+                          lambda prompt: f"\\boxed{{{prompt.data[1]}}}")
+    assert "```output\nseven\nTraceback" in context and "ZeroDivisionError" in context and "<tools>" not in context
+    assert steps[1].done and steps[1].info == {"solved": True, "calls": 1, "answered": True}
+
+
+# If one fails, an answer that is wrong, missing, or made to keep the judge busy is rewarded or holds up the run.
+@pytest.mark.parametrize("answer", ["\\boxed{77}", "the answer is 1/2", "\\boxed{}", "\\boxed{x", "\\boxed{\\frac{1}}",
+                                    "\\boxed{True}", "\\boxed{$) or print('True') or ($}"])
+def test_wrong_answers(folder, questions, answer):
+    _, [step] = talk("math_python", {"prompts": questions}, folder, answer, module=MATHS)
+    assert (step.reward, step.done, step.info["solved"]) == (0.0, True, False)
+
+
+# If this fails, a turn that a budget has cut off is judged as if the model had ended it.
+def test_cut_off_turn(folder, questions):
+    _, [step] = talk("math_python", {"prompts": questions}, folder, lambda prompt: f"\\boxed{{{prompt.data[1]}}}",
+                     ended=False)
+    assert not step.done and step.reward == 0
+
+
+# If one fails, the wrong part of an answer is judged.
+@pytest.mark.parametrize("text, answer", [("\\boxed{1} then \\boxed{\\frac{1}{2}}.", "\\frac{1}{2}"), ("none", None),
+                                          ("\\boxed{{a}", None), ("\\boxed{}", "")])
+def test_last_boxed(text, answer):
+    assert last_boxed(text) == answer
+
+
+# If this fails, the wrong code of an answer is run.
+def test_fenced_code():
+    assert fenced_code("```py\na\n```\nor\n```python\nb\nc\n```") == "b\nc\n"
+    assert fenced_code("```\nplain\n```") == "plain\n" and fenced_code("no code") is None
+
+
+def first(task):
+    """HumanEval/0."""
+    return task._prompt("0", task.source.rows[0])
+
+
+def solution(task_prompt):
+    return task_prompt.data["prompt"] + ("    return any(abs(a - b) < threshold for i, a in enumerate(numbers) "
+                                         "for b in numbers[:i])\n")
+
+
+# If this fails, code that passes the tests is not rewarded, or a failure is not shown where there is another try.
+def test_coding(folder):
+    wrong = "```python\ndef has_close_elements(n, threshold): return True\n```"
+    context, steps = talk("coding", {"tries": 2}, folder, wrong,
+                          lambda prompt: f"Better:\n```python\n{solution(prompt)}```", prompt=first)
+    assert [(step.reward, step.done) for step in steps] == [(0, False), (1.0, True)]
+    assert "A test failed" in context and "AssertionError" in context
+
+
+# If one fails, code that fails, does not end, ends the interpreter, or is none is rewarded.
+@pytest.mark.parametrize("code", ["def has_close_elements(n, threshold): return True", "import os; os._exit(0)",
+                                  "def (", "raise SystemExit",
+                                  "def has_close_elements(n, threshold): raise SystemExit(0)",
+                                  "def has_close_elements(n, threshold):\n    import os; os._exit(0)"])
+def test_coding_failures(folder, code):
+    _, [step] = talk("coding", {}, folder, f"```python\n{code}\n```", prompt=first)
+    assert (step.reward, step.done, step.info["solved"]) == (0.0, True, False)
+
+
+def dialogue(task):
+    """The first with two requests of one class only."""
+    row = next(row for row in (task.source.rows[number] for number in range(200))
+               if row["involved_classes"] == ["GorillaFileSystem"])
+    return task._prompt(row)
+
+
+def solved_requests():
+    """For each request of that dialogue the turns that solve it."""
+    rows = [json.loads(line) for line in _data("BFCL_v4_multi_turn_base.json").read_text().splitlines()]
+    row = next(row for row in rows if row["involved_classes"] == ["GorillaFileSystem"])
+    return [[_as_call(text) for text in request] for request in _solutions("base")[row["id"]]]
+
+
+def _as_call(text):
+    """A solution's call, which is Python, as the model's format has it."""
+    import ast
+    node = ast.parse(text, mode="eval").body
+    assert not node.args
+    return call(node.func.id, **{key.arg: ast.literal_eval(key.value) for key in node.keywords})
+
+
+# If this fails, the leaderboard's own solution is not rewarded, or requests and answers do not reach the model.
+def test_bfcl_solution(folder):
+    turns = [turn for request in solved_requests() for turn in [*request, "It is done."]]
+    context, steps = talk("bfcl", {}, folder, *turns, prompt=dialogue, module=BFCL)
+    assert steps[-1].done and steps[-1].reward == 1.0 and steps[-1].info["solved"]
+    assert [step.done for step in steps[:-1]] == [False] * (len(steps) - 1)
+    assert "<tool_response>" in context and '"name": "grep"' in context
+
+
+# If this fails, a request that was not fulfilled goes unnoticed, or code in a call is evaluated outside of the sandbox.
+def test_bfcl_failure(folder):
+    evil = call("pwd", **{"x": "__import__('os').system('touch /tmp/escaped')"})
+    _, steps = talk("bfcl", {}, folder, evil, call("rm_everything"), "It is done.", prompt=dialogue, module=BFCL)
+    assert steps[-1].done and steps[-1].reward == 0 and steps[-1].info == {"solved": False, "requests_right": 0}
+
+
+# If this fails, a game's words do not reach the model, or winning is not rewarded.
+def test_text_game(folder):
+    context, steps = talk("textarena", {"game": "GuessTheNumber-v0", "turns": 30}, folder, "I say [3]",
+                          *(f"[{number}]" for number in [1, 2, *range(4, 8)]))
+    assert "You are playing Guess The Number" in context and "The target number is" in context
+    assert all(step.reward == 0 and not step.done for step in steps[:3])
+    task = load_task("textarena", {"game": "GuessTheNumber-v0"}, folder)
+    game = task.environment(task.prompt(5))
+    asyncio.run(game.reset())
+    secret = game.game.state.game_state["game_number"]
+    step = asyncio.run(game.step(task.template.encode(f"[{secret}]") + task.stop_token_ids[:1]))
+    assert (step.reward, step.done, step.info["solved"]) == (1.0, True, True)
+
+
+# If one fails, a task that cannot be played here is found by a running job only.
+@pytest.mark.parametrize("name, options, match", [
+    ("textarena", {"game": "Chess-v0"}, "Chess-v0.*cannot be played alone"),
+    ("textarena", {"game": "NoGame-v0"}, "NoGame-v0.*cannot be played"),
+    ("math_python", {"prompts": "nowhere.jsonl"}, "nowhere.jsonl do not exist"),
+    ("math_python", {"prompts": "x", "tools": "shell"}, "expected calls or blocks"),
+    ("bfcl", {"category": "memory"}, "expected one of base"), ("coding", {"tries": 0}, "tries=0")])
+def test_refused(folder, name, options, match):
+    with pytest.raises(UserError, match=match):
+        load_task(name, options, folder)
+
+
+# If this fails, a model whose template knows no calls is asked for some.
+def test_no_calls_without_a_format(tmp_path, questions):
+    plain, sandbox = chat_folder.save(tmp_path, "forgetful"), Pool(Limits(), 1, 1, 0, [])
+    with pytest.raises(UserError, match="tool_parser"):
+        load_task("math_python", {"prompts": questions}, plain, sandbox)
+    load_task("math_python", {"prompts": questions}, plain)  # as the learner does, without SGLang
+    load_task("math_python", {"prompts": questions, "tools": "blocks"}, plain)
