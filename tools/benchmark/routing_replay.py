@@ -115,7 +115,7 @@ def differences(folder: Path, dtype: str, trajectories: list[Trajectory]) -> lis
 def cost(name: str, tokens: int = 8192) -> dict[str, str | float]:
     """Bytes a token on the wire and in the store, and microseconds a token to read a reply and to encode the blob."""
     layers, k, experts = SHAPES[name]
-    chosen = np.random.default_rng(0).random((tokens, layers, experts), np.float32).argpartition(k, -1)[..., :k]
+    chosen = np.random.default_rng(0).integers(0, experts, (tokens, layers, k))
     wire = base64.b64encode(chosen.astype("<i4").tobytes()).decode()
     reply = {"output_ids": [1], "meta_info": {
         "finish_reason": {"type": "length"}, "output_token_logprobs": [[-1.0, 1, None]], "prompt_tokens": tokens,
