@@ -123,7 +123,7 @@ class Learner:
                                       self.checkpoint.step if self.checkpoint else -1)
         if self.config.mode == "train":
             self.publisher = Publisher(
-                self.trainer.policy_shards, self.folder.engine_urls, self.config.engine.tp, self.vocab_size,
+                self.trainer.policy_shards, self._find_engines, self.config.engine.tp, self.vocab_size,
                 self.config.publication, runtime.backend(), self.config.engine.start_timeout,
                 self.folder.path / "publication", self.model_dir)
             self._publish(self.first_step, verify=True)
@@ -141,6 +141,12 @@ class Learner:
         if self.is_head:
             self.reporter.close()
             self.store.close()
+
+    def _find_engines(self) -> list[str]:
+        """The engines' URLs, for the publisher, which asks again and again while it waits for one: no hang, for that
+        has a deadline of its own."""
+        self.heart.beat(f"looking for engines at step {self.step}")
+        return self.folder.engine_urls()
 
     def _train(self) -> bool:
         """All steps. False if told to end before: then the steps so far are saved."""
