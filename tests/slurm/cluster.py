@@ -9,6 +9,7 @@ differ. GPUs are character devices that nobody opens. By hand, from the reposito
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import re
 import secrets
@@ -126,7 +127,7 @@ class Cluster:
     def _start(self, name: str, command: list[str]) -> None:
         with (self.root / f"{name}.out").open("ab") as out:
             self._daemons[name] = subprocess.Popen(command, env=self.environment, stdin=subprocess.DEVNULL, stdout=out,
-                                                   stderr=out, start_new_session=True)
+                                                   stderr=out, start_new_session=True, preexec_fn=_end_with_parent)
 
     def power_on(self, node: str, hidden: Path | None = None) -> None:
         """`hidden`: a folder that this node sees empty, as where a file system is not mounted."""
@@ -186,6 +187,11 @@ class Cluster:
         return self.job(job)["JobState"]
 
 
+def _end_with_parent() -> None:
+    """In a new process: the kernel kills it when ours ends, however that ends."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def _free_ports(count: int) -> int:
     """The first of so many neighbouring ports that nobody listens on."""
     for first in range(17000 + os.getpid() % 97 * 50, 32000, 50):
@@ -215,8 +221,9 @@ def main() -> None:
         sys.exit(reason)
     with Cluster(arguments.root.absolute(), arguments.nodes, arguments.gpus) as cluster:
         print(f"export SLURM_CONF={cluster.environment['SLURM_CONF']}", flush=True)
-        with suppress(KeyboardInterrupt):
-            signal.sigwait({signal.SIGINT, signal.SIGTERM})
+        wanted = {signal.SIGINT, signal.SIGTERM}
+        signal.pthread_sigmask(signal.SIG_BLOCK, wanted)  # only now: the daemons would inherit it
+        signal.sigwait(wanted)
 
 
 if __name__ == "__main__":
