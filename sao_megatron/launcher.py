@@ -52,14 +52,20 @@ def rollout(recipe: Path, overrides: list[str]) -> None:
     _new_run(config)
 
 
-def evaluate(checkpoint: Path, tasks: list[str], episodes: int, samples: int, overrides: list[str]) -> None:
-    """Play the evaluation sets of `tasks` with the weights of an HF folder, without a learner, and show the results."""
+def evaluate(checkpoint: Path, tasks: list[str], overrides: list[str]) -> None:
+    """Play the evaluation sets of `tasks` with the weights of an HF folder, without a learner, and show the results.
+
+    Each task is a set of its own name; `evaluation.episodes` is the size of those that say none.
+    """
     from sao_megatron.weights.hf import read_config
-    sets = {name.rpartition(":")[2]: {"task": {"name": name}, "episodes": episodes} for name in tasks}
-    recipe = {"name": f"evaluate-{time.strftime('%Y%m%d-%H%M%S')}", "mode": "rollout",
-              "model": {"path": str(checkpoint), "dtype": _dtype(read_config(checkpoint))},
-              "evaluation": {"only": True, "samples": samples, "sets": sets}}
-    recipe = run_config.overridden(recipe, overrides)
+    sets = {name.rpartition(":")[2]: {"task": {"name": name}} for name in tasks}
+    recipe = run_config.overridden({
+        "name": f"evaluate-{time.strftime('%Y%m%d-%H%M%S')}", "mode": "rollout",
+        "model": {"path": str(checkpoint), "dtype": _dtype(read_config(checkpoint))},
+        "evaluation": {"only": True, "episodes": 256, "sets": sets}}, overrides)
+    episodes = recipe["evaluation"].pop("episodes")
+    for one in sets.values():
+        one.setdefault("episodes", episodes)
     _new_run(run_config.parse(recipe | {"task": sets[next(iter(sets))]["task"]}, "evaluate"))
 
 
@@ -248,15 +254,18 @@ def check_tasks(config: RunConfig, vocab_size: int, model_dir: Path | None) -> N
 
 
 def check_sandbox(config: RunConfig) -> None:
-    """Where the task runs code on this machine, whether it can be isolated here."""
+    """Where a task runs code on this machine, whether it can be isolated here."""
     from sao_megatron.rollout.tasks import runs_code
-    from sao_megatron.sandbox.pool import SandboxError, check
-    if config.mode != "replay" and not config.sandbox.servers and runs_code(config.task.name, config.task.options):
+    from sao_megatron.sandbox.pool import check
+    from sao_megatron.sandbox.session import SandboxError
+    tasks = [config.task, *(one.task for one in config.evaluation.sets.values())]
+    running = [task.name for task in tasks if runs_code(task.name, task.options)]
+    if running and config.mode != "replay" and not config.sandbox.servers:
         try:
             asyncio.run(check(config.sandbox))
         except SandboxError as error:
-            raise UserError(f"task.name: {config.task.name} runs a model's code, and {error}; or start servers on "
-                            f"machines that can (sandbox.servers)") from None
+            raise UserError(f"task {running[0]} runs a model's code, and {error}; or start servers on machines that "
+                            f"can (sandbox.servers)") from None
 
 
 def check_algorithm(config: RunConfig) -> None:
