@@ -46,7 +46,7 @@ Play the evaluation sets of one or more tasks with a checkpoint's weights, witho
 pass@k and avg@n. Starts its engines and ends them; outputs go to runs/evaluate-<time>/.
 
 examples:
-  sao-megatron evaluate runs/first/hf guess_number --episodes 64 --samples 4
+  sao-megatron evaluate runs/first/hf guess_number evaluation.episodes=64 evaluation.samples=4
   sao-megatron evaluate runs/first/hf tasks/mine.py:Mine evaluation.sets.Mine.task.options.level=3 engine.count=2"""
 _REPLAY = """\
 Train on the trajectories that a run has recorded, in the batches in which it trained on them, without engines and
@@ -160,8 +160,6 @@ def _parser() -> argparse.ArgumentParser:
     evaluated.add_argument("checkpoint", type=Path, help="HF folder, such as runs/<name>/hf")
     evaluated.add_argument("words", nargs="+", metavar="task | key=value",
                            help="tasks by name or path/to/file.py:Class, and values of a recipe")
-    evaluated.add_argument("--episodes", type=int, default=256, help="prompts of each task (default: %(default)s)")
-    evaluated.add_argument("--samples", type=int, default=1, help="episodes of each prompt (default: %(default)s)")
     replayed = verb("replay", _replay, _REPLAY, "train on recorded trajectories, without engines")
     replayed.add_argument("recipe", type=Path, help="YAML file, such as configs/guess-number-cpu.yaml")
     replayed.add_argument("--trajectories", type=Path, required=True,
@@ -230,8 +228,7 @@ def _evaluate(arguments) -> None:
     tasks = [word for word in arguments.words if "=" not in word]
     if not tasks:
         raise UserError("evaluate needs a task, such as guess_number or path/to/file.py:Class")
-    launcher.evaluate(arguments.checkpoint, tasks, arguments.episodes, arguments.samples,
-                      [word for word in arguments.words if "=" in word])
+    launcher.evaluate(arguments.checkpoint, tasks, [word for word in arguments.words if "=" in word])
 
 
 def _replay(arguments) -> None:

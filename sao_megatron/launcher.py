@@ -52,14 +52,20 @@ def rollout(recipe: Path, overrides: list[str]) -> None:
     _new_run(config)
 
 
-def evaluate(checkpoint: Path, tasks: list[str], episodes: int, samples: int, overrides: list[str]) -> None:
-    """Play the evaluation sets of `tasks` with the weights of an HF folder, without a learner, and show the results."""
+def evaluate(checkpoint: Path, tasks: list[str], overrides: list[str]) -> None:
+    """Play the evaluation sets of `tasks` with the weights of an HF folder, without a learner, and show the results.
+
+    Each task is a set of its own name; `evaluation.episodes` is the size of those that say none.
+    """
     from sao_megatron.weights.hf import read_config
-    sets = {name.rpartition(":")[2]: {"task": {"name": name}, "episodes": episodes} for name in tasks}
-    recipe = {"name": f"evaluate-{time.strftime('%Y%m%d-%H%M%S')}", "mode": "rollout",
-              "model": {"path": str(checkpoint), "dtype": _dtype(read_config(checkpoint))},
-              "evaluation": {"only": True, "samples": samples, "sets": sets}}
-    recipe = run_config.overridden(recipe, overrides)
+    sets = {name.rpartition(":")[2]: {"task": {"name": name}} for name in tasks}
+    recipe = run_config.overridden({
+        "name": f"evaluate-{time.strftime('%Y%m%d-%H%M%S')}", "mode": "rollout",
+        "model": {"path": str(checkpoint), "dtype": _dtype(read_config(checkpoint))},
+        "evaluation": {"only": True, "episodes": 256, "sets": sets}}, overrides)
+    episodes = recipe["evaluation"].pop("episodes")
+    for one in sets.values():
+        one.setdefault("episodes", episodes)
     _new_run(run_config.parse(recipe | {"task": sets[next(iter(sets))]["task"]}, "evaluate"))
 
 

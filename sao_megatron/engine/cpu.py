@@ -90,7 +90,7 @@ def prepare() -> None:
     # Upstream gap: with tp > 1 SGLang opens NCCL wherever its library is installed, GPU or not, and fails on device
     # "cpu"; where the library cannot be loaded it goes without.
     os.environ["SGLANG_NCCL_SO_PATH"] = "none: this machine computes on its CPU"
-    os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "sao_megatron.engine.models")
+    os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "sao_megatron.engine.families")
     _stand_in_torchvision()
     _stand_in_sgl_kernel()
     import sglang.launch_server  # noqa: F401

@@ -28,7 +28,7 @@ def test_rollout_fills_a_store(finished, start_run):
 # If this fails, a checkpoint cannot be evaluated by itself, or with other weights or fewer episodes.
 def test_evaluate_a_checkpoint(finished, tmp_path):
     command = [sys.executable, "-m", "sao_megatron.cli", "evaluate", str(finished.folder.export_path), "guess_number",
-               "levers", "--episodes", "15", "--samples", "2", f"runs_dir={tmp_path}", "name=checked"]
+               "levers", "evaluation.episodes=15", "evaluation.samples=2", f"runs_dir={tmp_path}", "name=checked"]
     done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, cwd=ROOT, timeout=START_SECONDS)
     assert done.returncode == 0, done.stderr
     assert "pass@2" in done.stdout and "levers" in done.stdout

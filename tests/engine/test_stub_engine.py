@@ -30,6 +30,10 @@ def assert_within(stub, real, where: str = "reply") -> None:
         for key, value in stub.items():
             assert key in real, f"{where}: the real server has no {key}"
             assert_within(value, real[key], f"{where}.{key}")
+    elif isinstance(stub, list):
+        assert len(stub) == len(real), where
+        for ours, theirs in zip(stub, real, strict=True):
+            assert_within(ours, theirs, f"{where}[]")
     else:
         assert stub == real, where
 

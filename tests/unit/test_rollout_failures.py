@@ -5,7 +5,7 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
-from test_episode import SETS, FakeEngine, TalkTask, binary_search, config, learn, two_words, until_ready
+from test_episode import SETS, SETTINGS, FakeEngine, TalkTask, binary_search, config, learn, two_words, until_ready
 
 from sao_megatron.errors import EngineGone
 from sao_megatron.rollout import pool as pools
@@ -118,14 +118,12 @@ def test_half_done_episodes_go_on_where_they_were(tmp_path):
 
 # If this fails, an episode of a task that wrongly says it can be replayed becomes a trajectory that was never played.
 def test_a_task_that_answers_otherwise_is_played_anew(tmp_path):
-    from sao_megatron.rollout.episode import EpisodeSettings, run_episode
+    from sao_megatron.rollout.episode import run_episode
     from sao_megatron.rollout.half_done import HalfDone, Turn
     with Store(tmp_path / "store.db") as store:
         store.keep_turns([(0, 0, Turn([6, 2], [-0.5, -0.5], [0, 0], False, [9]))])
-        settings = EpisodeSettings(temperature=1.0, max_new_tokens=8, max_tokens=64, environment_retries=1,
-                                   request_timeout=1)
         task = TalkTask(Step([5]), Step([5]), Step(done=True))
-        played = asyncio.run(run_episode(FakeEngine(two_words), task, Prompt("p"), settings, 0,
+        played = asyncio.run(run_episode(FakeEngine(two_words), task, Prompt("p"), SETTINGS, 0,
                                          HalfDone(store).diary(0)))
     assert played.info["retries"] == 1 and played.tokens.tolist() == [1, 6, 7, 2, 5, 6, 7, 2]
 

@@ -29,7 +29,7 @@ def sampled(input_ids: list[int], parameters: dict[str, Any], options: argparse.
         finish = {"type": "stop", "matched": ids[-1]}
     elif length < parameters["max_new_tokens"]:
         ids += [0] * (parameters["max_new_tokens"] - length)
-    return {"text": "", "output_ids": ids, "meta_info": {
+    return {"output_ids": ids, "meta_info": {
         "id": "", "finish_reason": finish, "prompt_tokens": len(input_ids), "completion_tokens": len(ids),
         "cached_tokens": 0, "weight_version": str(options.version),
         "weight_versions": [{"version": str(options.version), "start": 0, "end": len(ids)}],
