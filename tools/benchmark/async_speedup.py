@@ -115,7 +115,7 @@ def row(store: Store, options, engine: float) -> dict:
     busy = sum(step.metrics[f"seconds/{phase}"] for step in steps for phase in LEARNER_BUSY)
     count = len(steps) * options.batch
     durations, lags = _trained(store, steps)
-    rollout, learner = np.mean(durations) / options.concurrency, busy / count
+    rollout, learner = float(np.mean(durations)) / options.concurrency, busy / count
     return {"seconds_per_trajectory": seconds / count, "rollout_limit": rollout, "learner_limit": learner,
             "of_bound": max(rollout, learner) / (seconds / count), "engine_busy": engine,
             "learner_busy": busy / seconds, "episode_mean_s": float(np.mean(durations)),
