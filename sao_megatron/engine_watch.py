@@ -16,7 +16,7 @@ HEALTH_SECONDS = 0.5
 
 
 class EngineWatch:
-    """Says by `moved` when a change of place needs a controller that knows the new URLs."""
+    """Learner and controllers read the engines' URLs again and again, so that an engine may change its place."""
 
     def __init__(self, config: RunConfig, placement: Placement, supervisor: Supervisor, progress: Progress):
         self._config, self._placement = config, placement
@@ -26,7 +26,6 @@ class EngineWatch:
         """Engines that are not healthy yet, and since when they start."""
         self.lost: set[str] = set()
         """Engines that were started often enough, or whose node is down: the run goes on without them."""
-        self.moved = False
         self._restarts: dict[str, int] = {}
         self._read_plan()
 
@@ -84,7 +83,6 @@ class EngineWatch:
             RunFolder(self._config.run_dir).place_engines(list(self.urls.values()))
             self._progress.event("engine_restart", name, f"{node} is down: {name} is started anew at {self.urls[name]}")
             self._start(name)
-            self.moved = True
         elif self._others(name):
             self.lost.add(name)
             self._progress.event("engine_lost", name, f"{node} is down, and no spare node is left: the run goes on "

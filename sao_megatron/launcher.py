@@ -250,15 +250,18 @@ def prepare(config: RunConfig, folder: RunFolder) -> None:
 
 
 def check_sandbox(config: RunConfig) -> None:
-    """Where the task runs code on this machine, whether it can be isolated here."""
+    """Where a task runs code on this machine, whether it can be isolated here."""
     from sao_megatron.rollout.tasks import runs_code
-    from sao_megatron.sandbox.pool import SandboxError, check
-    if config.mode != "replay" and not config.sandbox.servers and runs_code(config.task.name, config.task.options):
+    from sao_megatron.sandbox.pool import check
+    from sao_megatron.sandbox.session import SandboxError
+    tasks = [config.task, *(one.task for one in config.evaluation.sets.values())]
+    running = [task.name for task in tasks if runs_code(task.name, task.options)]
+    if running and config.mode != "replay" and not config.sandbox.servers:
         try:
             asyncio.run(check(config.sandbox))
         except SandboxError as error:
-            raise UserError(f"task.name: {config.task.name} runs a model's code, and {error}; or start servers on "
-                            f"machines that can (sandbox.servers)") from None
+            raise UserError(f"task {running[0]} runs a model's code, and {error}; or start servers on machines that "
+                            f"can (sandbox.servers)") from None
 
 
 def check_algorithm(config: RunConfig) -> None:

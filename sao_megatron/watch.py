@@ -105,11 +105,6 @@ class Watch:
         self._placement.tend(self._supervisor, ended)
         self._engines.revive(ended)
         self._sandboxes.revive(ended)
-        if self._engines.moved:  # the controller reads the engines' URLs when it starts; the learner always
-            self._engines.moved = False
-            self._supervisor.end({"controller"})
-            self._start({"controller"})
-            ended.pop("controller", None)
         return ended
 
     def _mind_hangs(self) -> None:

@@ -193,7 +193,7 @@ class EngineClient:
             return False
 
     async def metrics(self) -> dict[str, float]:
-        """How busy it is, by name of reply.METRICS; what it does not say is left out (all before its first request)."""
+        """How busy it is, by name of reply.METRICS; before its first request it says nothing."""
         return self._read("/metrics", await self._call("GET", "/metrics"), read_metrics)
 
     async def server_info(self) -> dict[str, Any]:

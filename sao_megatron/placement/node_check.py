@@ -19,13 +19,14 @@ import torch.distributed as dist
 PAIR_SECONDS = 10.0
 """For one exchange of two nodes that are both ready for it."""
 WAIT_SECONDS = 60.0
-"""For the other to be ready, or for the launcher's next question."""
+"""For the other to be ready."""
 
 
 def main(address: str, port: int) -> None:
     store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False,
                           timeout=timedelta(seconds=WAIT_SECONDS))
     questions = json.loads(store.get("questions"))
+    store.set_timeout(timedelta(seconds=questions["seconds"]))  # for the launcher's next question
     me = f"{os.environ['SLURMD_NODENAME']}/{os.environ['SLURM_LOCALID']}"
     facts = _facts(questions)
     store.set(f"facts/{me}", json.dumps(facts | {"clock": time.time()}))

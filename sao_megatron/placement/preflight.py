@@ -64,7 +64,7 @@ class Preflight:
         token = self.folder / f".preflight-{secrets.token_hex(4)}"
         token.touch()
         questions = {"token": str(token.absolute()), "gpus": self.gpus, "rounds": self.rounds,
-                     "learners": self.reducers, "megabytes": 256 if self.gpus else 4}
+                     "learners": self.reducers, "megabytes": 256 if self.gpus else 4, "seconds": self.seconds}
         store.set("questions", json.dumps(questions))
         specs = {node.name: step(node, head, store.port) for node in self.nodes}
         supervisor.start(list(specs.values()))

@@ -6,12 +6,9 @@ is on them. The supervisor sees the sruns; signals to them reach their tasks.
 """
 from __future__ import annotations
 
-import os
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from sao_megatron.config import ClusterSection, RunConfig
@@ -21,6 +18,7 @@ from sao_megatron.errors import UserError
 from sao_megatron.placement.allocation import Allocation, Node, down
 from sao_megatron.placement.plan import Plan
 from sao_megatron.placement.preflight import Preflight
+from sao_megatron.placement.steps import Steps
 from sao_megatron.run_folder import RunFolder
 from sao_megatron.supervisor import ProcessSpec, Supervisor
 from sao_megatron.telemetry.progress import Progress
@@ -80,9 +78,8 @@ class SlurmPlacement:
     def __init__(self, config: RunConfig, folder: RunFolder, allocation: Allocation):
         self.config, self.folder, self.nodes, self.job = config, folder, allocation.components, allocation.job
         self.places = places(config)
-        # Else an engine may get the one core of its task.
-        self._unbound = ["--cpu-bind=none"] if allocation.binds_cpus else []
         self.log_dir = folder.log_dir / str(self.job)
+        self.steps = Steps(config.cluster, self.log_dir, allocation.binds_cpus)
         self.roles = assign(config.cluster, self.nodes)
         self._first_port = config.engine.port or 10000 + allocation.job * MOST_ENGINES % 20000
         self._engine_nodes: list[list[Node]] = []
@@ -110,7 +107,7 @@ class SlurmPlacement:
         others = [node.name for node in [*self.roles.learner, *self.roles.rollout] if node != self.head]
         if alive := self.alive(others):
             (node,) = (node for nodes in self.nodes for node in nodes if node.name == alive[0])
-            command = [*self._srun("guard", [node], 1), "bash", "-c", _GUARD, self.head.name, str(self.job)]
+            command = [*self.steps.srun("guard", [node], 1), "bash", "-c", _GUARD, self.head.name, str(self.job)]
             supervisor.start([ProcessSpec("guard", command)])
 
     def tend(self, supervisor: Supervisor, ended: dict[str, int]) -> None:
@@ -118,9 +115,9 @@ class SlurmPlacement:
             self._start_guard(supervisor)
 
     def _node_check(self, node: Node, address: str, port: int) -> ProcessSpec:
-        command = [self.python(), "-m", "sao_megatron.placement.node_check", address, str(port)]
-        return self.step(f"preflight-{node.name}", [node], command, tasks=max(1, self.config.cluster.gpus_per_node),
-                         parts=False)
+        command = [self.steps.python, "-m", "sao_megatron.placement.node_check", address, str(port)]
+        return self.steps.step(f"preflight-{node.name}", [node], command, parts=False,
+                               tasks=max(1, self.config.cluster.gpus_per_node))
 
     def leave_out(self, bad: Mapping[str, str]) -> None:
         """Deal the nodes out anew without these (name → why)."""
@@ -143,17 +140,17 @@ class SlurmPlacement:
 
     def plan(self) -> Plan:
         config, folder = self.config, str(self.folder.path)
-        cli = [self.python(), "-m", "sao_megatron.cli"]
+        cli = [self.steps.python, "-m", "sao_megatron.cli"]
         urls = [] if config.mode == "replay" else [self._url(i) for i in range(config.engine.count)]
         engines = [self._engine(i, url) for i, url in enumerate(urls)]
-        controller = None if config.mode == "replay" else self.step(
+        controller = None if config.mode == "replay" else self.steps.step(
             "controller", [self.head], [*cli, "controller", folder])
-        learners = [] if config.mode == "rollout" else [self.step(
+        learners = [] if config.mode == "rollout" else [self.steps.step(
             "learner", self.roles.learner, [*cli, "learner", folder], tasks=self.places.ranks_per_node,
             environment={"MASTER_ADDR": self.head.address, "TORCHELASTIC_USE_AGENT_STORE": "True"})]
         servers = [] if config.mode == "replay" else range(config.sandbox.servers)
-        sandboxes = [self.step(f"sandbox-{i}", [self._sandbox_node(i)], [*cli, "sandbox", folder, "--index", str(i)])
-                     for i in servers]
+        sandboxes = [self.steps.step(f"sandbox-{i}", [self._sandbox_node(i)],
+                                     [*cli, "sandbox", folder, "--index", str(i)]) for i in servers]
         return Plan(engines, controller, learners, urls, self.head.address, sandboxes,
                     [self._sandbox_url(i) for i in servers])
 
@@ -186,7 +183,7 @@ class SlurmPlacement:
             return [self._sandbox_node(int(name.removeprefix("sandbox-")))]
         return self.roles.learner if name == "learner" else [self.head]
 
-    # Steps
+    # The roles' steps
 
     def _sandbox_node(self, index: int) -> Node:
         """The rollout nodes in turn: their cores idle while the GPUs sample."""
@@ -211,68 +208,5 @@ class SlurmPlacement:
         if gpus:
             first = index % self.places.engines_per_node * tp
             own["CUDA_VISIBLE_DEVICES"] = ",".join(str(first + i) for i in range(min(tp, gpus)))
-        return self.step(f"engine-{index}", nodes, [self.python(), *command[1:]], own=own,
-                         environment=engine_environment(bool(gpus), tp), parts=len(nodes) > 1)
-
-    def step(self, name: str, nodes: list[Node], command: list[str], tasks: int = 1,
-             environment: Mapping[str, str] = {}, own: Mapping[str, str] = {},  # noqa: B006
-             parts: bool | None = None) -> ProcessSpec:
-        """`command` as one step with so many `tasks` on each of the nodes; `own`: what only the task may be told.
-
-        A step of several tasks (`parts`) writes a log for each: learner-0.log, learner-1.log … beside srun's own.
-        """
-        count = len(nodes) * tasks
-        parts = count > 1 or name == "learner" if parts is None else parts
-        where = [[node for node in nodes if node.component == component]
-                 for component in sorted({node.component for node in nodes}, key=str)]
-        if len(where) > 1:
-            raise UserError(f"{name} would lie in two components of the heterogeneous job, which share no step: "
-                            "a spare node can take an engine's place, but not a part of it")
-        output = [f"--output={self.log_dir / f'{name}-%t.log'}"] if parts else []
-        srun = [*self._srun(name, nodes, tasks), *output, *self._srun_container()]
-        task = [*self._command_container(), self.python(), "-m", "sao_megatron.placement.task",
-                *(f"{key}={value}" for key, value in own.items()), "--"]
-        return ProcessSpec(name, [*srun, *task, *command], self._common() | dict(environment),
-                           parts=tuple(f"{name}-{i}" for i in range(count)) if parts else ())
-
-    def _srun(self, name: str, nodes: list[Node], tasks: int) -> list[str]:
-        """One that shares the nodes with others, and ends when one of its tasks has failed."""
-        return ["srun", f"--job-name={name}", f"--nodes={len(nodes)}", f"--ntasks={len(nodes) * tasks}",
-                f"--ntasks-per-node={tasks}", f"--nodelist={','.join(node.name for node in nodes)}",
-                "--distribution=block", "--overlap", "--mem=0", "--kill-on-bad-exit=1", "--no-kill=off",
-                "--export=ALL", *self._unbound, *self._component(nodes)]
-
-    @staticmethod
-    def _component(nodes: list[Node]) -> list[str]:
-        component = nodes[0].component
-        return [] if component is None else [f"--het-group={component}"]
-
-    def _common(self) -> dict[str, str]:
-        """The environment of every task; srun carries it over."""
-        cluster = self.config.cluster
-        threads = "4" if cluster.gpus_per_node else "1"
-        socket_interface = {} if cluster.interface is None else {
-            "NCCL_SOCKET_IFNAME": cluster.interface, "GLOO_SOCKET_IFNAME": cluster.interface}
-        return {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
-                **socket_interface, **cluster.environment}
-
-    def python(self) -> str:
-        """The interpreter of the roles."""
-        cluster = self.config.cluster
-        if cluster.venv is not None:
-            return str(cluster.venv / "bin" / "python")
-        return sys.executable if cluster.container.runtime == "none" else "python3"
-
-    def _srun_container(self) -> list[str]:
-        container = self.config.cluster.container
-        if container.runtime != "pyxis":
-            return []
-        mounts = [f"--container-mounts={','.join(container.mounts)}"] if container.mounts else []
-        return [f"--container-image={container.image}", f"--container-workdir={Path.cwd()}", *mounts]
-
-    def _command_container(self) -> list[str]:
-        container, gpus = self.config.cluster.container, self.config.cluster.gpus_per_node
-        if container.runtime != "apptainer":
-            return []
-        mounts = [argument for mount in container.mounts for argument in ("--bind", mount)]
-        return ["apptainer", "exec", *(["--nv"] if gpus else []), "--pwd", str(Path.cwd()), *mounts, container.image]
+        return self.steps.step(f"engine-{index}", nodes, [self.steps.python, *command[1:]], own=own,
+                               environment=engine_environment(bool(gpus), tp), parts=len(nodes) > 1)

@@ -21,9 +21,12 @@ CANCEL_PATIENCE = 10.0  # seconds that a cancelled agent gets to unwind
 
 class AgentAttempt:
     def __init__(self, client: Generator, task: AgentTask, prompt: Prompt, settings: EpisodeSettings, seq: int):
-        self.task, self.prompt = task, prompt
+        self.task, self.prompt, self.settings = task, prompt, settings
         self.group_id = f"group-{seq // settings.group}"
-        self.session = Session(client, task.template, settings, task.max_turns, self._begin)
+        limits = prompt.limits or settings.limits
+        self.seconds = min(task.max_seconds, limits.seconds or task.max_seconds)
+        self.session = Session(client, task.template, settings, min(settings.max_tokens, limits.tokens or math.inf),
+                               min(task.max_turns, limits.turns or math.inf), self._begin)
         self.builder = self._begin([])
         self.deadly = False
         """Whether engine after engine died under it, so that it must not be tried again."""
@@ -33,7 +36,8 @@ class AgentAttempt:
         return self.session.turns
 
     def _begin(self, prompt_tokens: list[int]) -> TrajectoryBuilder:
-        return TrajectoryBuilder(prompt_tokens, self.prompt.id, self.task.name, self.group_id)
+        return TrajectoryBuilder(prompt_tokens, self.prompt.id, self.task.name, self.group_id,
+                                 self.settings.routing_replay)
 
     async def outcome(self) -> tuple[Status, dict[str, Any]]:
         """Play; returns the status and the trajectory's info.
@@ -46,7 +50,7 @@ class AgentAttempt:
         async with self.task.gateway.serving(session) as base_url:
             agent = asyncio.create_task(self._play(base_url))
             try:
-                await asyncio.wait([agent, session.failure], timeout=self.task.max_seconds,
+                await asyncio.wait([agent, session.failure], timeout=self.seconds,
                                    return_when=asyncio.FIRST_COMPLETED)
                 finished = agent.done()
                 if session.failure.done():
@@ -81,9 +85,9 @@ class AgentAttempt:
         if isinstance(result, Step):
             self.builder.add_reward(result.reward)
             return Status.COMPLETED, dict(result.info)
-        cut = self.session.spent if result else f"the agent was still at work after {self.task.max_seconds:g} s"
+        cut = self.session.spent if result else f"the agent was still at work after {self.seconds:g} s"
         if cut and self.session.turns:
-            return Status.TRUNCATED, {"cut": cut}
+            return Status.TRUNCATED, {"cut": cut} | ({} if result else {"out_of_time": True})
         return Status.ERROR, error_info(result or TimeoutError(f"{cut}, without having sampled a turn"))
 
 

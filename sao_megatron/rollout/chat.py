@@ -28,6 +28,8 @@ from sao_megatron.rollout.tool_calls import ToolParser
 Message = dict[str, Any]
 MARK = "\u2042assistant\u2042"
 """Stands for an assistant's words where only what follows them is asked for."""
+_SHORT: Message = {"role": "user", "content": "?"}
+"""A chat before it."""
 
 
 class Continuation(NamedTuple):
@@ -52,12 +54,19 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, model_dir: str | Path | None, tool_parser: str | None = None,
-             **options) -> ChatTemplate:
-        """Of an HF folder. Raises UserError where it has no tokenizer, no template or no stop token."""
+             chat_template: str | Path | None = None, **options) -> ChatTemplate:
+        """Of an HF folder. Raises UserError where it has no tokenizer, no template or no stop token.
+
+        `chat_template`: a .jinja file in place of its own.
+        """
         from transformers import AutoTokenizer
         if model_dir is None:
             raise UserError("a chat needs a tokenizer: give model.path a folder that has one")
         tokenizer = AutoTokenizer.from_pretrained(model_dir)
+        if chat_template is not None:
+            if not Path(chat_template).is_file():
+                raise UserError(f"chat_template {chat_template} does not exist: give a .jinja file")
+            tokenizer.chat_template = Path(chat_template).read_text()
         if not isinstance(tokenizer.chat_template, str):
             raise UserError(f"the tokenizer of {model_dir} has no chat template: put a chat_template.jinja beside it")
         stops = _stop_token_ids(Path(model_dir), tokenizer)
@@ -82,7 +91,7 @@ class ChatTemplate:
     @cached_property
     def turn_end(self) -> str:
         """What it writes at the end of an assistant's turn; "" where only the next turn's beginning ends it."""
-        closed = self.try_text([{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}], None, False)
+        closed = self.try_text([_SHORT, {"role": "assistant", "content": MARK}], None, False)
         return closed.split(MARK)[-1] if MARK in closed else ""
 
     @cached_property
@@ -157,19 +166,19 @@ class Chat:
         new, before = [normal(message) for message in messages], self._text
         self._text = self.template.text([*self.messages, *new], self.tools)
         self.messages = [*self.messages, *new]
-        for suffix in self._suffixes(earlier, reply, new):
-            end = len(self._text) - len(suffix)
-            if (self._text.startswith(before) and self._text.endswith(suffix) and len(before) <= end
-                    and self._said(self._text[len(before):end], reply)):
+        suffix = next((s for s in self._suffixes(earlier, reply, new) if self._text.endswith(s)), None)
+        if suffix is not None and self._text.startswith(before):
+            if self._said(self._text[len(before):len(self._text) - len(suffix)], reply):
                 return Continuation(self._behind_action(suffix), None)
         return Continuation([], self.template.encode(self._text))
 
     def _suffixes(self, earlier: list[Message], reply: Message, new: list[Message]) -> Iterator[str]:
-        """Candidates for what the template writes behind the assistant's words."""
+        """Candidates for what the template writes behind the assistant's words, the cheapest first."""
         template, tools = self.template, self.tools
-        marked = template.try_text([*earlier, {"role": "assistant", "content": MARK}, *new], tools, prompt=True)
-        if marked.count(MARK) == 1:
-            yield marked.split(MARK)[1]
+        for history in [_SHORT], earlier:
+            marked = template.try_text([*history, {"role": "assistant", "content": MARK}, *new], tools, prompt=True)
+            if marked.count(MARK) == 1:
+                yield marked.split(MARK)[1]
         closed = template.try_text([*earlier, reply], tools, prompt=False)
         if closed and self._text.startswith(closed):
             yield template.turn_end + self._text[len(closed):]

@@ -69,7 +69,7 @@ async def run_episode(client: Generator, task: Task, prompt: Prompt, settings: E
     were over; for an error also `error` (one line) and `traceback`. Raises RunError where the engine fails otherwise or
     answers nonsense.
     """
-    started = time.monotonic()
+    started, task = time.monotonic(), prompt.task or task
     for retry in range(settings.environment_retries + 1):
         if isinstance(task, AgentTask):
             attempt = AgentAttempt(client, task, prompt, settings, seq)
@@ -119,7 +119,7 @@ class _Attempt:
 
     def __init__(self, client: Generator, task: Task, prompt: Prompt, settings: EpisodeSettings, seq: int,
                  diary: Diary | None, replay: bool):
-        self.client, self.task, self.prompt, self.settings = client, prompt.task or task, prompt, settings
+        self.client, self.task, self.prompt, self.settings = client, task, prompt, settings
         limits = prompt.limits or settings.limits
         self.max_tokens = min(settings.max_tokens, limits.tokens or settings.max_tokens)
         self.max_turns = min(self.task.max_turns, limits.turns or self.task.max_turns)

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from sao_megatron.engine.reply import Generation
 from sao_megatron.errors import EngineGone, RunError
+from sao_megatron.trajectory.routing import concatenate
 
 LOOK_SECONDS = 1.0
 """Between two looks at an engine that is gone."""
@@ -150,6 +151,8 @@ class Seat:
         held: Generation | None = None
         while True:
             left = max_new_tokens - (len(held.tokens) if held else 0)
+            if held and "routing_from" in sampling:
+                sampling["routing_from"] = len(input_ids) + len(held.tokens) - 1
             piece = await self._request([*input_ids, *(held.tokens if held else [])], priority=self._priority,
                                         max_new_tokens=min(left, self._pool.request_tokens), **sampling)
             held = joined(held, piece) if held else piece
@@ -187,4 +190,4 @@ class Seat:
 def joined(before: Generation, after: Generation) -> Generation:
     """The generation of two requests, of which the second went on where the first ended."""
     return replace(after, tokens=before.tokens + after.tokens, logprobs=before.logprobs + after.logprobs,
-                   versions=before.versions + after.versions)
+                   versions=before.versions + after.versions, routing=concatenate(before.routing, after.routing))

@@ -27,9 +27,8 @@ async def sample_turn(client: Generator, builder: TrajectoryBuilder, budget: int
         answer = await client.generate(builder.segment_tokens, max_new_tokens=budget - len(action),
                                        temperature=settings.temperature, stop_token_ids=stop_token_ids,
                                        **builder.wanted_routing())
-        builder.add_action(answer.tokens, answer.logprobs, answer.versions)
-        if settings.routing_replay:
-            builder.add_routing(answer.routing)
+        builder.add_action(answer.tokens, answer.logprobs, answer.versions,
+                           answer.routing if settings.routing_replay else None)
         action += answer.tokens
         if answer.finish == "stop" and action:
             return action, True

@@ -2,10 +2,13 @@
 from __future__ import annotations
 
 import json
+import logging
 from functools import cached_property
 from typing import Any
 
 from sao_megatron.errors import UserError
+
+log = logging.getLogger("tools")
 
 _MARKS = {"<arg_key>": "glm45", "<function=": "qwen3_coder", "<tool_call>": "qwen25", "[TOOL_CALLS]": "mistral",
           "<|tool_calls_section_begin|>": "kimi_k2", "<|start_header_id|>": "llama3"}
@@ -30,29 +33,31 @@ class ToolParser:
                             f"tool_parser to one of SGLang's {', '.join(sorted(TOOL_CALL_PARSER_NAMES))}")
         return found
 
-    def load(self) -> None:
-        """Import what `parse` needs, so that this can happen in a thread."""
-        from sglang.srt.function_call import function_call_parser  # noqa: F401
+    def check(self, tools: list[dict[str, Any]]) -> None:
+        """Raises ValueError for tools that are not in OpenAI's form. Imports what `parse` needs: seconds, once."""
+        from sglang.srt.function_call.function_call_parser import FunctionCallParser
+        FunctionCallParser(_tools(tools), self.name)
 
     def parse(self, text: str, tools: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
         """(text without its calls, [{"name", "arguments": dict}]) of calls to `tools` (OpenAI's form).
 
-        Text whose calls cannot be read, or name no such tool, is what it is.
+        Text whose calls cannot be read, name no such tool, or have arguments that are no JSON object, is what it is.
         """
-        from sglang.srt.entrypoints.openai.protocol import Tool
         from sglang.srt.function_call.function_call_parser import FunctionCallParser
-        parser = FunctionCallParser([Tool(**tool) for tool in tools], self.name)
+        parser = FunctionCallParser(_tools(tools), self.name)
         if not parser.has_tool_call(text):
             return text, []
-        content, calls = parser.parse_non_stream(text)
-        read = [{"name": call.name, "arguments": _arguments(call.parameters)} for call in calls]
-        return (content, read) if read else (text, [])
+        try:
+            content, calls = parser.parse_non_stream(text)
+            read = [{"name": call.name, "arguments": json.loads(call.parameters or "{}")} for call in calls]
+        except Exception as error:  # SGLang's server reads on over whatever its parsers raise, too
+            log.debug("unreadable tool call (%s): %.200r", error, text)
+            return text, []
+        if not read or not all(isinstance(call["arguments"], dict) for call in read):
+            return text, []
+        return content, read
 
 
-def _arguments(text: str) -> dict[str, Any]:
-    """Arguments that are no JSON object cannot be rendered by templates: {} then."""
-    try:
-        value = json.loads(text or "{}")
-    except json.JSONDecodeError:
-        return {}
-    return value if isinstance(value, dict) else {}
+def _tools(tools: list[dict[str, Any]]) -> list:
+    from sglang.srt.entrypoints.openai.protocol import Tool
+    return [Tool(**tool) for tool in tools]

@@ -13,7 +13,8 @@ from contextlib import suppress
 
 import aiohttp
 
-from sao_megatron.sandbox.pool import ANSWER_SECONDS, CellResult, SandboxError
+from sao_megatron.sandbox.local import ANSWER_SECONDS
+from sao_megatron.sandbox.session import CellResult, SandboxError
 
 LOOK_SECONDS = 2.0
 """How old news of a server's room may be."""

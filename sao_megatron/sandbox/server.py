@@ -17,7 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from sao_megatron.errors import RunError
 from sao_megatron.sandbox.limits import CODE_LIMIT
-from sao_megatron.sandbox.pool import Pool, PooledSession, SandboxError
+from sao_megatron.sandbox.pool import Pool, PooledSession
+from sao_megatron.sandbox.session import SandboxError
 
 
 class Call(BaseModel):

@@ -14,11 +14,12 @@ import signal
 import socket
 import struct
 import time
-from collections import deque
 from contextlib import suppress
 
 from sao_megatron.sandbox import jail, linux, worker
+from sao_megatron.sandbox.accounting import processes_below, usage
 from sao_megatron.sandbox.limits import CODE_LIMIT, Limits
+from sao_megatron.sandbox.output import Output
 
 START_SECONDS = 20.0
 """Until a new session must be ready."""
@@ -26,36 +27,10 @@ GRACE_SECONDS = 1.0
 """Between interrupting a cell and ending its session."""
 _WATCH_SECONDS, _IDLE_SECONDS = 0.05, 2.0
 """Between two looks at what a session uses, during a cell and otherwise."""
-_TICK = os.sysconf("SC_CLK_TCK")
-_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class _OwnerGone(Exception):
     """The session is not wanted any more."""
-
-
-class Output:
-    """What one cell prints: its first and its last bytes, `limit` together."""
-
-    def __init__(self, limit: int):
-        self.half, self.count = limit // 2, 0
-        self.head, self.tail, self.tail_length = b"", deque(), 0
-
-    def add(self, data: bytes) -> None:
-        self.count += len(data)
-        room = max(0, self.half - len(self.head))
-        self.head += data[:room]
-        if rest := data[room:]:
-            self.tail.append(rest[-self.half:])
-            self.tail_length += len(self.tail[-1])
-        while self.tail and self.tail_length - len(self.tail[0]) >= self.half:
-            self.tail_length -= len(self.tail.popleft())
-
-    def text(self) -> str:
-        tail = b"".join(self.tail)[-self.half:]
-        missing = self.count - len(self.head) - len(tail)
-        notice = f"\n[… {missing} bytes of output left out …]\n".encode() if missing else b""
-        return (self.head + notice + tail).decode(errors="replace")
 
 
 def watch(connection: socket.socket, limits: Limits, mapped_us) -> None:
@@ -122,11 +97,11 @@ class Warden:
             self.broken = True
             _send(self.connection, {"failed": self.output.text().strip() or "it did not become ready"})
             return
-        processes = self._processes()
+        processes = processes_below(self.init)
         if len(processes) < 2:
             raise OSError("/proc does not list a process's children (CONFIG_PROC_CHILDREN)")
         self.worker = processes[1]
-        self.baseline = _usage(self.worker)[1]
+        self.baseline = usage(self.worker)[1]
         _send(self.connection, {"ready": True})
 
     def _request(self) -> tuple[dict, str | None]:
@@ -165,7 +140,7 @@ class Warden:
         self._gather(0)
         if self.broken:
             return "ended"
-        if interrupted and len(self._processes()) > 2:
+        if interrupted and len(processes_below(self.init)) > 2:
             return self._break("timeout")  # others go on that nobody has interrupted
         return "timeout" if interrupted else "ok" if self.result[:1] == worker.OK else "error"
 
@@ -204,30 +179,17 @@ class Warden:
                 return
             self.output.add(data)
 
-    def _processes(self) -> list[int]:
-        """All of the session, process 1 first: whoever loses its parent becomes a child of that."""
-        found, todo = [], [self.init]
-        while todo:
-            found.append(todo.pop(0))
-            try:
-                for thread in os.listdir(f"/proc/{found[-1]}/task"):
-                    with open(f"/proc/{found[-1]}/task/{thread}/children") as file:
-                        todo += [int(pid) for pid in file.read().split()]
-            except (FileNotFoundError, ProcessLookupError):
-                continue  # it has just ended
-        return found
-
     def _cpu(self) -> float:
-        return sum(_usage(pid)[0] for pid in self._processes())
+        return sum(usage(pid)[0] for pid in processes_below(self.init))
 
     def _exceeded(self) -> str | None:
         """Which limit the session exceeds. Between two cells the last one's CPU time goes on counting."""
-        usage = [_usage(pid) for pid in self._processes()]
-        if sum(cpu for cpu, _ in usage) - self.cpu_before > self.limits.cpu_seconds:
+        each = [usage(pid) for pid in processes_below(self.init)]
+        if sum(cpu for cpu, _ in each) - self.cpu_before > self.limits.cpu_seconds:
             return "cpu"
-        if len(usage) > self.limits.processes + 2:  # RLIMIT_NPROC does not hold for the machine's root
+        if len(each) > self.limits.processes + 2:  # RLIMIT_NPROC does not hold for the machine's root
             return "processes"
-        used = sum(max(0, resident - self.baseline) for _, resident in usage)
+        used = sum(max(0, resident - self.baseline) for _, resident in each)
         return "memory" if used > self.limits.memory_mb * 2**20 else None
 
     def end(self) -> None:
@@ -243,16 +205,6 @@ def _receive(connection: socket.socket, count: int) -> bytes:
     if len(data) < count:
         raise _OwnerGone
     return data
-
-
-def _usage(pid: int) -> tuple[float, int]:
-    """CPU seconds, those of children that have ended included, and resident bytes of a process; zeros if it is gone."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0.0, 0
-    return sum(int(field) for field in fields[11:15]) / _TICK, int(fields[21]) * _PAGE
 
 
 def _become_init(limits: Limits, cells: int, output: int, results: int) -> None:

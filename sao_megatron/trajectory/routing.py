@@ -34,6 +34,13 @@ def narrow(experts: np.ndarray) -> np.ndarray:
     return experts.astype(np.uint8 if experts.max(initial=0) < 256 else np.int16)
 
 
+def concatenate(first: Routing | None, second: Routing | None) -> Routing | None:
+    """Rows of `first`, then those of `second`."""
+    if first is None or second is None:
+        return second if first is None else first
+    return Routing(np.concatenate([first.experts, second.experts]), np.concatenate([first.recorded, second.recorded]))
+
+
 def merge(parts: list[tuple[np.ndarray | slice, Routing]], length: int) -> Routing | None:
     """One Routing of `length` rows: each part at its place, the rest not recorded. None of no parts."""
     if not parts:

@@ -134,6 +134,8 @@ class TrajectoryBuilder:
                  record_routing: bool = False):
         self.record_routing = record_routing
         self._routing: list[tuple[slice, Routing]] = []
+        self._routed = 0
+        """Tokens before this position have their routing, or never will."""
         self.tokens: list[int] = list(prompt_tokens)
         self._logprobs = [np.nan] * len(self.tokens)
         self._versions = [UNSAMPLED] * len(self.tokens)
@@ -143,12 +145,25 @@ class TrajectoryBuilder:
         self.turn = 0
         self._identity = dict(prompt_id=prompt_id, task=task, group_id=group_id)
 
-    def add_action(self, tokens: list[int], logprobs: list[float], versions: list[int]) -> None:
-        """Append sampled tokens with their log-probs and weight versions (three lists of one length)."""
+    def add_action(self, tokens: list[int], logprobs: list[float], versions: list[int],
+                   routing: Routing | None = None) -> None:
+        """Append sampled tokens with their log-probs and weight versions (three lists of one length).
+
+        `routing` answers `wanted_routing`: rows up to the token before the last. Without it they are never recorded: a
+        later prefill would route these tokens anew.
+        """
         if not len(tokens) == len(logprobs) == len(versions):
             raise ValueError(f"action of {len(tokens)} tokens came with {len(logprobs)} log-probs and "
                              f"{len(versions)} versions")
         self._extend(tokens, logprobs, versions)
+        last = len(self.tokens) - 1
+        if routing is not None:
+            if len(routing) != last - self._routed:
+                raise ValueError(f"{len(routing)} rows of routing came for the {last - self._routed} tokens from "
+                                 f"{self._routed} on")
+            self._routing.append((slice(self._routed, last), routing))
+        if tokens:
+            self._routed = last
 
     def last_action(self, length: int) -> tuple[list[int], list[float], list[int]]:
         """The last `length` tokens with their log-probs and versions."""
@@ -162,23 +177,9 @@ class TrajectoryBuilder:
         return twin
 
     def wanted_routing(self) -> dict[str, int]:
-        """What to ask the engine for besides tokens: the routing of every token that has none yet, if any is recorded.
-        """
+        """What to ask the engine for besides tokens, if routing is recorded: that of every token of the segment which
+        has none yet."""
         return {"routing_from": self._routed - self._segments[-1]} if self.record_routing else {}
-
-    @property
-    def _routed(self) -> int:
-        """Position of the first token of the last segment that has no routing yet."""
-        return max(self._routing[-1][0].stop if self._routing else 0, self._segments[-1])
-
-    def add_routing(self, routing: Routing | None) -> None:
-        """Append the answer to `wanted_routing`, after `add_action`: rows up to the token before the last."""
-        if not self.record_routing or routing is None:
-            return
-        start, stop = self._routed, len(self.tokens) - 1
-        if len(routing) != stop - start:
-            raise ValueError(f"{len(routing)} rows of routing came for the {stop - start} tokens from {start} on")
-        self._routing.append((slice(start, stop), routing))
 
     def add_observation(self, tokens: list[int]) -> None:
         """Append the environment's answer and begin the next turn."""
@@ -201,6 +202,7 @@ class TrajectoryBuilder:
         self._turns[start:] = [turn + later for later in other._turns]
         self._rewards[start:] = other._rewards
         self._routing += [(slice(start + rows.start, start + rows.stop), part) for rows, part in other._routing]
+        self._routed = start + other._routed
         self.turn = turn + other.turn
 
     @property

@@ -9,6 +9,7 @@ import torch
 from served import VOCAB, until_sampling
 
 from sao_megatron.rollout.episode import EpisodeSettings, run_episode
+from sao_megatron.rollout.pool import EnginePool
 from sao_megatron.rollout.tasks.base import Prompt, Step
 from sao_megatron.trajectory.routing import Routing
 
@@ -68,12 +69,15 @@ class ThreeTurns:
         return Step([11, 12])
 
 
-# If this fails, rows are lost or shifted where a turn ends: the first token of each turn's answer goes elsewhere.
+# If this fails, rows are lost or shifted where a turn, or a piece of one, ends.
 async def test_routing_of_an_episode(engine):
     settings = EpisodeSettings(temperature=1.0, max_new_tokens=8, max_tokens=64, environment_retries=0,
                                request_timeout=60, routing_replay=True)
     async with engine.client() as client:
-        played = await run_episode(client, ThreeTurns(), Prompt("p"), settings, 0)
+        pool = EnginePool([client], patience=60, request_tokens=4)
+        with pool.seat() as seat:
+            played = await run_episode(seat, ThreeTurns(), Prompt("p"), settings, 0)
+        pool.close()
     last_action = int(np.flatnonzero(played.action_mask)[-1])
     assert played.turns.max() == 2 and last_action < len(played) - 1
     assert played.routing.recorded.tolist() == [row < last_action for row in range(len(played))]

@@ -9,7 +9,7 @@ from cluster import Cluster, missing
 from job import Job
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def cluster(tmp_path_factory) -> Iterator[Cluster]:
     if reason := missing():
         pytest.skip(reason)

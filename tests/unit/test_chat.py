@@ -183,12 +183,13 @@ def test_a_cut_turn_is_closed(templates, name):
 
 # If this fails, a model without thinking sees in training what its template never shows it: the empty thoughts of
 # earlier turns.
-def test_template_options(tmp_path):
+@pytest.mark.parametrize("role", ["user", "tool"])
+def test_template_options(tmp_path, role):
     template = ChatTemplate.load(chat_folder.save(tmp_path, "qwen3"), enable_thinking=False)
     chat, prompt = chat_of(template)
     assert template.decode(prompt).endswith("<think>\n\n</think>\n\n")
     chat.reply(template.encode("it is<|im_end|>"))
-    more = chat.add([{"role": "user", "content": "go on"}])
+    more = chat.add([{"role": role, "content": "go on"}])
     assert more.context == template.encode(template.text(chat.messages, None))
     assert template.decode(more.context).count("<think>") == 1
 
@@ -204,7 +205,8 @@ def test_a_call_in_the_models_own_format(templates):
 
 
 # If this fails, an unreadable call, or one of a tool that does not exist, is lost from what the agent is told.
-@pytest.mark.parametrize("call", ['{"name": "add", "arguments"', '{"name": "sub", "arguments": {}}'])
+@pytest.mark.parametrize("call", ['{"name": "add", "arguments"', '{"name": "sub", "arguments": {}}', '[1]',
+                                  '{"name": "add", "arguments": [1]}'])
 def test_calls_that_are_none(templates, call):
     template = templates["qwen3"]
     chat, _ = chat_of(template, tools=[ADD])

@@ -1,17 +1,23 @@
 """Tasks that talk and run code, over a real chat template, tokenizer and sandbox; what the model says is scripted."""
 import asyncio
 import json
+from pathlib import Path
 
 import chat_folder
 import pytest
+from test_episode import SETTINGS, FakeEngine
 
+from sao_megatron.config import LimitsSection
 from sao_megatron.errors import UserError
+from sao_megatron.rollout.episode import EpisodeSettings, run_episode
 from sao_megatron.rollout.tasks import load_task
 from sao_megatron.rollout.tasks.bfcl import _data, _solutions
 from sao_megatron.rollout.tasks.chat_task import fenced_code
 from sao_megatron.rollout.tasks.math_python import last_boxed
 from sao_megatron.sandbox.limits import Limits
-from sao_megatron.sandbox.pool import Pool, SandboxError
+from sao_megatron.sandbox.pool import Pool
+from sao_megatron.sandbox.session import SandboxError
+from sao_megatron.trajectory.types import Status
 
 BFCL = ["bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker"]
 MATHS = ["math_verify"]
@@ -178,6 +184,19 @@ def test_bfcl_failure(folder):
     assert steps[-1].done and steps[-1].reward == 0 and steps[-1].info == {"solved": False, "requests_right": 0}
 
 
+# If this fails, dialogues need services that were not asked for, or a model without a template of calls cannot be used.
+def test_bfcl_of_some_services_with_another_template(tmp_path):
+    plain = chat_folder.save(tmp_path, "forgetful")
+    template = Path(__file__).parents[2] / "configs" / "chatml-tools.jinja"
+    task = load_task("bfcl", {"services": ["MathAPI", "GorillaFileSystem"], "held_out": 3,
+                              "chat_template": str(template)}, plain, Pool(Limits(), 1, 1, 0, []))
+    rows = [task.prompt(index).data for index in range(30)]
+    assert {service for row in rows for service in row["involved_classes"]} == {"MathAPI", "GorillaFileSystem"}
+    assert len({row["id"] for row in rows}) == 13 + 12 - 3
+    with pytest.raises(UserError, match="chat_template nowhere.jinja does not exist"):
+        load_task("bfcl", {"chat_template": "nowhere.jinja"}, plain)
+
+
 # If this fails, a game's words do not reach the model, or winning is not rewarded.
 def test_text_game(folder):
     context, steps = talk("textarena", {"game": "GuessTheNumber-v0", "turns": 30}, folder, "I say [3]",
@@ -211,3 +230,27 @@ def test_no_calls_without_a_format(tmp_path, questions):
         load_task("math_python", {"prompts": questions}, plain, sandbox)
     load_task("math_python", {"prompts": questions}, plain)  # as the learner does, without SGLang
     load_task("math_python", {"prompts": questions, "tools": "blocks"}, plain)
+
+
+# If this fails, an episode that is cut off or played to its end leaves its session behind, or its trajectory is not
+# what was sampled and shown.
+@pytest.mark.parametrize("turns, status", [(8, Status.COMPLETED), (1, Status.TRUNCATED)])
+def test_episode_with_code(folder, questions, turns, status):
+    async def play():
+        async with Pool(Limits(seconds=20), sessions=1, cells=1, warm=0, modules=MATHS) as sandbox:
+            task = load_task("math_python", {"prompts": questions, "tools": "blocks"}, folder, sandbox)
+            decode, prompt = task.template.tokenizer.decode, task.prompt(0)
+
+            def answers(ids):
+                shown = decode(ids).rpartition("```output\n")
+                text = f"\\boxed{{{shown[2].split()[0]}}}" if shown[1] else f"```python\n{prompt.data[0][8:-1]}\n```"
+                return task.template.encode(text) + task.stop_token_ids[:1]
+            settings = EpisodeSettings(**vars(SETTINGS) | {"limits": LimitsSection(turns=turns), "max_tokens": 4000,
+                                                           "max_new_tokens": 100})
+            played = await run_episode(FakeEngine(answers), task, prompt, settings, 0)
+            assert sandbox.open_sessions == 0
+            return played, decode(played.tokens)
+    played, text = asyncio.run(play())
+    assert (played.status, played.info["solved"]) == (status, status is Status.COMPLETED)
+    assert played.rewards.sum() == float(status is Status.COMPLETED) and played.info["calls"] == 1
+    assert text.count("```python") == 2 and text.count("```output") == 1  # one of each two is the system prompt's

@@ -3,6 +3,8 @@
 tests/engine/test_gateway_served.py has the same on a real engine.
 """
 import asyncio
+import socket
+from pathlib import Path
 from types import SimpleNamespace
 
 import aiohttp
@@ -10,8 +12,10 @@ import chat_folder
 import openai
 import pytest
 
-from sao_megatron.errors import RunError
+from sao_megatron.config import LimitsSection
+from sao_megatron.errors import EngineGone, RunError, UserError
 from sao_megatron.rollout.episode import EpisodeSettings, run_episode
+from sao_megatron.rollout.tasks import load_task
 from sao_megatron.rollout.tasks.agent import AgentTask
 from sao_megatron.rollout.tasks.base import Prompt, Step
 from sao_megatron.trajectory.types import Status
@@ -189,7 +193,9 @@ def test_length(folders):
 
 # If this fails, an agent that runs into the run's budget is an error, or is trained beyond it.
 @pytest.mark.parametrize("budget, code", [(dict(max_tokens=70), "context_length_exceeded"),
-                                          (dict(turns=3), "turn_limit")])
+                                          (dict(limits=LimitsSection(tokens=70)), "context_length_exceeded"),
+                                          (dict(turns=3), "turn_limit"),
+                                          (dict(limits=LimitsSection(turns=3)), "turn_limit")])
 def test_spent_budgets_truncate(folders, budget, code):
     codes = []
 
@@ -217,6 +223,8 @@ def test_refusals(folders):
         for messages in ([], [{"content": "no role"}], [{"role": "user", "content": [{"type": "image_url"}]}]):
             with pytest.raises(openai.BadRequestError):
                 await ask(client, messages)
+        with pytest.raises(openai.BadRequestError, match="tools: "):
+            await ask(client, [USER], tools=[{"function": "add"}])
         with pytest.raises(openai.AuthenticationError):
             await ask(client.with_options(api_key="sk-other"), [USER])
         with pytest.raises(openai.NotFoundError):
@@ -254,20 +262,46 @@ def test_agents_that_fail(folders):
         trajectory, _ = play(folders["chatml"], agent, "one", "two")
         assert trajectory.status is Status.ERROR and error in trajectory.info["error"]
         assert trajectory.info["retries"] == 1 and "traceback" in trajectory.info
+    assert play(folders["chatml"], slow, "one", limits=LimitsSection(seconds=0.4))[0].info["out_of_time"]
     trajectory, _ = play(folders["chatml"], slow, "one", seconds=0.5)
     assert trajectory.status is Status.TRUNCATED and "after 0.5 s" in trajectory.info["cut"] and trajectory.reward == 0
     assert play(folders["chatml"], never, seconds=0.2)[0].status is Status.ERROR
 
 
-# If this fails, a dead engine is recorded as failed agents, or a run with one waits for ever.
+# If this fails, an engine that answers nonsense is recorded as failed agents, a run with one waits for ever, or an
+# episode that kills one engine after the other is tried again.
 def test_engine_failure_ends_the_run(folders):
     async def agent(client):
         try:
             await ask(client, [USER])
         except openai.InternalServerError:
             await asyncio.sleep(60)
-    with pytest.raises(RunError, match="engine is gone"):
-        play(folders["chatml"], agent, RunError("engine is gone"))
+    with pytest.raises(RunError, match="it answers nonsense"):
+        play(folders["chatml"], agent, RunError("it answers nonsense"))
+    trajectory, engine = play(folders["chatml"], agent, *[EngineGone("it died")] * 2)  # the third under one request
+    assert trajectory.status is Status.ERROR and trajectory.info["retries"] == 0 and len(engine.lines) == 1
+
+
+# If this fails, the recipe for an agent of one's own does not do what it says.
+def test_the_recipes_agent(folders):
+    recipe = Path(__file__).parents[2] / "configs" / "agents" / "arithmetic.py"
+    task = load_task(f"{recipe}:Arithmetic", {"tries": 2}, folders["chatml"])
+    prompt = task.prompt(3)
+    engine = Engine(task, "It is 99", f"It is {sum(prompt.data)}")
+    trajectory = asyncio.run(run_episode(engine, task, prompt, SETTINGS, 0))
+    assert (trajectory.reward, trajectory.info["solved"], trajectory.info["tries"]) == (0.5, True, 2)
+    assert trajectory.prompt_id == task.prompt(3).id and trajectory.segments.tolist() == [0]
+    with pytest.raises(UserError, match="attempts"):
+        load_task(f"{recipe}:Arithmetic", {"attempts": 2}, folders["chatml"])
+
+
+# If this fails, two controllers with one fixed port fail without a word about it.
+def test_a_port_that_is_taken(folders):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        task = AgentTask(folders["chatml"], port=taken.getsockname()[1])
+        task.name = "agents"
+        with pytest.raises(RunError, match="cannot listen at 127.0.0.1"):
+            asyncio.run(run_episode(Engine(task), task, Prompt("p"), SETTINGS, 0))
 
 
 # If this fails, a turn that its client never got is trained on, or blocks its chat.

@@ -15,7 +15,7 @@ from sao_megatron import config as run_config
 from sao_megatron import launcher
 from sao_megatron.blame import last_words
 from sao_megatron.engine.process import engine_command, free_port
-from sao_megatron.errors import RunError, UserError
+from sao_megatron.errors import RunError, Unfinished, UserError
 from sao_megatron.placement.plan import OneMachine, Plan
 from sao_megatron.sandbox_watch import MOST_RESTARTS
 from sao_megatron.supervisor import ProcessSpec, Supervisor
@@ -356,9 +356,37 @@ def test_watch_starts_again_what_died(config, tmp_path):
     assert not (tmp_path / "logs" / "controller.1.log").exists()
 
 
-# If this fails, a run that can only fail is started for ever.
+WORSE = """
+import sys
+from pathlib import Path
+lives = Path(sys.argv[1] + ".lives")
+lives.write_text(lives.read_text() + "x" if lives.exists() else "x")
+raise RuntimeError(f"fault number {len(lives.read_text())}")
+"""
+
+
+# If this fails, a run that can only fail is started for ever, or what went wrong first is lost among what followed.
 def test_watch_gives_up_after_the_restarts(config, tmp_path, capsys):
     config.restarts = 2
-    with pytest.raises(RunError, match="learner-0 ended unexpectedly with exit code 1: RuntimeError: boom"):
-        watch(config, tmp_path, "raise RuntimeError('boom')", SLEEP)
+    with pytest.raises(RunError, match="^learner-0 ended unexpectedly .*: RuntimeError: fault number 1") as end:
+        watch(config, tmp_path, WORSE, SLEEP)
+    assert "after 2 restarts without a step the last cause is: learner-0" in str(end.value)
+    assert "RuntimeError: fault number 3" in str(end.value)
     assert "starting learner-0 again (2 of restarts=2)" in capsys.readouterr().out
+
+
+STOPS = """
+import os, signal, sys, time
+from sao_megatron.trajectory.store import Store
+store = Store(sys.argv[1])
+os.kill(os.getppid(), signal.SIGUSR1)
+while not store.get_state("stop"):
+    time.sleep(0.05)
+"""
+
+
+# If this fails, the warning before a time limit ends a run as failed, or as finished, or not at all.
+def test_watch_ends_early_when_asked(config, tmp_path, descendants):
+    with pytest.raises(Unfinished, match="with a checkpoint"):
+        watch(config, tmp_path, STOPS, STOPS)
+    assert not alive(descendants())

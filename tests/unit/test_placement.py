@@ -138,6 +138,17 @@ def test_judge_facts(fault, message):
     assert judge_facts({"n1/0": GOOD, "n2/0": GOOD}, gpus=2) == {}
 
 
+# If this fails, sandbox servers crowd one node, two share a port, or their node's loss is not seen as theirs.
+def test_sandbox_servers_are_dealt_to_the_rollout_nodes(tmp_path):
+    placed = place(tmp_path, [nodes(1, 2, 3, 4)], sandbox={"servers": 3})
+    plan = placed.plan()
+    assert [spec.name for spec in plan.sandboxes] == ["sandbox-0", "sandbox-1", "sandbox-2"]
+    assert [url.rpartition(":")[0] for url in plan.sandbox_urls] == [f"http://10.0.0.{i}" for i in (3, 4, 3)]
+    assert len({*plan.urls, *plan.sandbox_urls}) == 4 + 3
+    assert "--nodelist=n4" in plan.sandboxes[1].command and plan.sandboxes[1].command[-2:] == ["--index", "1"]
+    assert names(placed._nodes_of("sandbox-2")) == "n3"
+
+
 # If one fails, the preflight blames the wrong node.
 @pytest.mark.parametrize(("failed", "bad"), [
     ([], []), ([("a", "x"), ("b", "x")], ["x"]), ([("a", "x")], ["x"]), ([("b", "x"), ("b", "y"), ("a", "b")], ["b"]),

@@ -65,10 +65,9 @@ def recorded_trajectory(top: int = 0):
     builder = TrajectoryBuilder([9] * 3, "p", "t", record_routing=True)
     for action, observation in [(2, 1), (2, 1)]:
         wanted = builder.wanted_routing()["routing_from"]
-        builder.add_action([], [], [])
-        builder.add_routing(None)  # aborted before it ran
-        builder.add_action([4] * action, [-1.0] * action, [0] * action)
-        builder.add_routing(rows(wanted, len(builder.tokens) - 1 - wanted, top))
+        builder.add_action([], [], [])  # aborted before it ran
+        builder.add_action([4] * action, [-1.0] * action, [0] * action,
+                           rows(wanted, len(builder.tokens) + action - 1 - wanted, top))
         builder.add_observation([5] * observation)
     builder.add_reward(1.0)
     return builder.build()
@@ -99,8 +98,7 @@ def test_rows_of_a_segment_count_from_its_beginning():
         if prompt:
             builder.add_segment(TrajectoryBuilder([9] * prompt, "p", "t", record_routing=True))
         assert builder.wanted_routing() == {"routing_from": 0}
-        builder.add_action([4, 4], [-1.0] * 2, [0] * 2)
-        builder.add_routing(rows(0, len(builder.segment_tokens) - 1))
+        builder.add_action([4, 4], [-1.0] * 2, [0] * 2, rows(0, len(builder.segment_tokens) + 1))
     trajectory = decode(encode(builder.build()))
     wanted = [True, True, True, False, False] + [True, True, True, False, True, False] + [True, True, False]
     assert trajectory.routing.recorded.tolist() == wanted  # rows() leaves out the fourth
@@ -110,6 +108,16 @@ def test_rows_of_a_segment_count_from_its_beginning():
     assert np.flatnonzero(packed.routing.recorded).tolist() == places
     assert packed.routing.experts[places, 0].tolist() == [0, 1, 2, 0, 1, 2, 4, 0, 1]
     assert np.flatnonzero(packed.real).tolist() == [*range(5), *range(8, 14), *range(16, 19)]
+
+
+# If this fails, turns that a dead controller sampled are replayed with the experts of a later prefill.
+def test_an_action_without_routing_never_gets_any():
+    builder = TrajectoryBuilder([9] * 3, "p", "t", record_routing=True)
+    builder.add_action([4, 4], [-1.0] * 2, [0] * 2)
+    builder.add_observation([5])
+    assert builder.wanted_routing() == {"routing_from": 4}
+    builder.add_action([4, 4], [-1.0] * 2, [0] * 2, rows(4, 3))
+    assert builder.build().routing.recorded.tolist() == [False] * 4 + [True] * 3 + [False]
 
 
 # If this fails, a replay that asks for recorded routing trains without any.
@@ -129,9 +137,8 @@ def test_a_store_without_routing_is_refused(tmp_path):
 # If this fails, a lost or doubled row shifts all later ones.
 def test_rows_that_do_not_fit_are_refused():
     builder = TrajectoryBuilder([9] * 3, "p", "t", record_routing=True)
-    builder.add_action([4, 4], [-1.0] * 2, [0] * 2)
     with pytest.raises(ValueError, match="3 rows of routing came for the 4 tokens from 0"):
-        builder.add_routing(rows(0, 3))
+        builder.add_action([4, 4], [-1.0] * 2, [0] * 2, rows(0, 3))
     broken = recorded_trajectory()
     broken.routing = rows(0, 4)
     with pytest.raises(ValueError, match="routing has 4 rows, expected 9"):

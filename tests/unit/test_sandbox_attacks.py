@@ -17,10 +17,11 @@ import pytest
 import pytest_asyncio
 
 from sao_megatron.sandbox.limits import Limits
-from sao_megatron.sandbox.pool import Pool, SandboxError
+from sao_megatron.sandbox.pool import Pool
+from sao_megatron.sandbox.session import SandboxError
 
 ROOT = Path(__file__).parents[2]
-LIMITS = Limits(seconds=1, cpu_seconds=2, memory_mb=96, disk_mb=8, file_mb=4, processes=12, output=2000)
+LIMITS = Limits(seconds=15, cpu_seconds=2, memory_mb=96, disk_mb=8, file_mb=4, processes=12, output=2000)
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
@@ -36,18 +37,18 @@ async def pool():
         pytest.skip(str(error))
 
 
-async def in_session(pool, *cells):
+async def in_session(pool, *cells, seconds=None):
     """Results of cells run one after another in one session."""
     session = await pool.open()
     try:
-        return [await session.run(cell) for cell in cells]
+        return [await session.run(cell, seconds) for cell in cells]
     finally:
         await session.close()
 
 
-async def attack(pool, *cells):
-    """The last cell's result. Afterwards the next session must work."""
-    result = (await in_session(pool, *cells))[-1]
+async def attack(pool, *cells, seconds=None):
+    """The last cell's result, each after at most so many seconds. Afterwards the next session must work."""
+    result = (await in_session(pool, *cells, seconds=seconds))[-1]
     [after] = await in_session(pool, "6 * 7")
     assert (after.status, after.output) == ("ok", "42\n")
     return result
@@ -80,7 +81,7 @@ while True:
         os.fork()
     except BlockingIOError:
         refused += 1
-""")
+""", seconds=1)
     assert result.status in ("cpu", "timeout") and not result.alive
 
 
@@ -125,7 +126,7 @@ time.sleep(100)
                                   "import os\nwhile True: os.write(1, b'x')",
                                   "import sys\nwhile True: sys.stderr.write('e' * 4096)"])
 async def test_endless_output(pool, code):
-    result = await attack(pool, code)
+    result = await attack(pool, code, seconds=1)
     assert result.status in ("timeout", "cpu") and len(result.output) < LIMITS.output + 100
     assert "bytes of output left out" in result.output
 
@@ -139,8 +140,8 @@ async def test_huge_line(pool):
 
 # If this fails, code that does not end keeps its core, or code that can be interrupted loses the session's variables.
 async def test_endless_loop(pool):
-    assert (await attack(pool, "while True: pass")).status == "timeout"
-    *_, result, after = await in_session(pool, "x = 5", "while True: pass", "x")
+    assert (await attack(pool, "while True: pass", seconds=0.5)).status == "timeout"
+    *_, result, after = await in_session(pool, "x = 5", "while True: pass", "x", seconds=0.5)
     assert result.alive and "variables are kept" in result.text() and after.output == "5\n"
 
 
@@ -152,7 +153,7 @@ async def test_endless_loop(pool):
     "sum(iter(int, 1))",
 ])
 async def test_refusing_to_be_interrupted(pool, code):
-    result = await attack(pool, code)
+    result = await attack(pool, code, seconds=0.5)
     assert result.status in ("timeout", "cpu") and result.seconds < 4
     assert not result.alive and "all variables are lost" in result.text()
 
@@ -375,7 +376,7 @@ async def test_error_keeps_the_session(pool, code):
     "import os\nos.write(4, b'{}' * 20000)",
     "import os\nwhile True: os.write(4, b'{\"alive\"')"])
 async def test_forging_the_protocol(pool, code):
-    result = await attack(pool, code, "1", "2")
+    result = await attack(pool, code, "1", "2", seconds=1)
     assert result.status in ("ok", "error", "timeout") and result.seconds < 4
 
 
@@ -396,7 +397,8 @@ async def test_sessions_run_beside_each_other(pool):
 ONE_CELL = """
 import asyncio, sys
 from sao_megatron.sandbox.limits import Limits
-from sao_megatron.sandbox.pool import Pool, SandboxError
+from sao_megatron.sandbox.pool import Pool
+from sao_megatron.sandbox.session import SandboxError
 async def main():
     async with Pool(Limits(seconds=5, processes=4), 1, 1, 0, []) as pool:
         await pool.check()
@@ -410,10 +412,10 @@ except SandboxError as error:
 """
 
 
-def in_namespace(*options, before="true"):
-    """Output of ONE_CELL in a user namespace that `unshare` makes with `options`, after the command `before`."""
+def in_namespace(*options, before="true", code=None):
+    """Output of `code` (ONE_CELL) in a user namespace that `unshare` makes with `options`, after `before`."""
     return subprocess.run(["unshare", "--user", *options, "sh", "-c", f'{before}; exec "$0" -c "$1"', sys.executable,
-                           ONE_CELL], capture_output=True, text=True).stdout
+                           code or ONE_CELL], capture_output=True, text=True).stdout
 
 
 # If one fails, the sandbox does not start in a container that has one user only, or a fork bomb goes off there.
@@ -439,3 +441,20 @@ async def test_without_root(pool):
 async def test_refused_where_it_cannot_isolate(pool):
     output = in_namespace("--map-root-user", before="echo 0 > /proc/sys/user/max_user_namespaces")
     assert output.startswith("this machine cannot isolate a sandbox: ")
+
+
+PREPARE = """
+from sao_megatron import config, errors, launcher
+for task in ("guess_number", "coding"):
+    try:
+        launcher.check_sandbox(config.parse({"name": "x", "model": {"path": "m"}, "task": {"name": task}}))
+        print(task, "may run")
+    except errors.UserError as error:
+        print(error)
+"""
+
+
+# If this fails, a run that needs a sandbox starts where it cannot have one, or any other run is refused there.
+async def test_run_refused_where_it_cannot_isolate(pool):
+    lines = in_namespace("--map-root-user", before="echo 0 > /proc/sys/user/max_user_namespaces", code=PREPARE)
+    assert lines.startswith("guess_number may run\ntask coding runs a model's code, and this machine cannot isolate")

@@ -13,7 +13,7 @@ import pytest
 from sao_megatron import config as run_config
 from sao_megatron.run_folder import RunFolder
 from sao_megatron.sandbox.client import RemoteSandbox
-from sao_megatron.sandbox.pool import SandboxError
+from sao_megatron.sandbox.session import SandboxError
 
 
 class Servers:

@@ -65,8 +65,7 @@ def sample(folder: Path, count: int, length: int) -> list[Trajectory]:
         builder = TrajectoryBuilder(rng.integers(0, MODEL["vocab_size"], 32).tolist(), "p", "t", record_routing=True)
         answer = await client.generate(builder.tokens, max_new_tokens=length, temperature=1.0, stop_token_ids=[],
                                        **builder.wanted_routing())
-        builder.add_action(answer.tokens, answer.logprobs, answer.versions)
-        builder.add_routing(answer.routing)
+        builder.add_action(answer.tokens, answer.logprobs, answer.versions, answer.routing)
         return builder.build()
 
     async def all_of_them() -> list[Trajectory]:
@@ -116,7 +115,7 @@ def differences(folder: Path, dtype: str, trajectories: list[Trajectory]) -> lis
 def cost(name: str, tokens: int = 8192) -> dict[str, str | float]:
     """Bytes a token on the wire and in the store, and microseconds a token to read a reply and to encode the blob."""
     layers, k, experts = SHAPES[name]
-    chosen = np.random.default_rng(0).random((tokens, layers, experts), np.float32).argpartition(k, -1)[..., :k]
+    chosen = np.random.default_rng(0).integers(0, experts, (tokens, layers, k))
     wire = base64.b64encode(chosen.astype("<i4").tobytes()).decode()
     reply = {"output_ids": [1], "meta_info": {
         "finish_reason": {"type": "length"}, "output_token_logprobs": [[-1.0, 1, None]], "prompt_tokens": tokens,
@@ -124,8 +123,7 @@ def cost(name: str, tokens: int = 8192) -> dict[str, str | float]:
     text = json.dumps(reply)
     read, answer = fastest(lambda: read_generation(json.loads(text), 0))
     builder = TrajectoryBuilder([1] * tokens, "p", "t", record_routing=True)
-    builder.add_action(answer.tokens, answer.logprobs, answer.versions)
-    builder.add_routing(answer.routing)
+    builder.add_action(answer.tokens, answer.logprobs, answer.versions, answer.routing)
     built = builder.build()
     encoding, blob = fastest(lambda: encode(built))
     return dict(model=name, wire_bytes=len(wire) / tokens, store_bytes=len(blob) / tokens,

@@ -5,8 +5,8 @@ and TensorBoard with its pictures, alarms) and, in turn with them, without any o
 other jobs change little; on a GPU elapsed seconds. Each part is timed where it is called, so that its share does not
 drown in the noise between two steps; the difference of the two kinds of step is the check.
 
-Two sizes: the demo, a model so small that anything is much beside it, and one of 14 M parameters with sequences of 512
-tokens, still 10,000 times less work a token than a large model, of which each token is watched just the same. The
+Two sizes: the demo, a model so small that anything is much beside it, and one of 15 M parameters with sequences of 512
+tokens, of which a token is still hundreds of times less work than of a large model and is watched just the same. The
 aim is a share of the step below 2 % at the larger one. Nothing is asserted.
 """
 from __future__ import annotations

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
+from sao_megatron.errors import RunError
 from sao_megatron.rollout.gateway.protocol import Request, RequestError, error_body
 from sao_megatron.rollout.gateway.session import Session
 
@@ -21,6 +22,7 @@ class Gateway:
         """Port 0: any that is free whenever it begins to listen."""
         self._host, self._port = host, port
         self._sessions: dict[str, Session] = {}
+        self._changing = asyncio.Lock()
         self._runner: web.AppRunner | None = None
         self.url = ""
 
@@ -29,24 +31,33 @@ class Gateway:
         """Answer the session's requests meanwhile; gives the base URL for OpenAI's clients."""
         self._sessions[session.key] = session
         try:
-            if self._runner is None:
-                await self._listen()
+            async with self._changing:
+                if self._runner is None:
+                    await self._listen()
             yield self.url
         finally:
             del self._sessions[session.key]
             for request in session.requests:
                 request.cancel()
-            if not self._sessions and self._runner:
-                runner, self._runner = self._runner, None
-                await runner.cleanup()
+            async with self._changing:
+                if not self._sessions and self._runner:
+                    await self._runner.cleanup()
+                    self._runner = None
 
     async def _listen(self) -> None:
         application = web.Application(client_max_size=LARGEST_REQUEST, middlewares=[_as_openai])
         application.router.add_post("/v1/chat/completions", self._complete)
         # A client that hangs up cancels its turn.
-        self._runner = runner = web.AppRunner(application, handler_cancellation=True, access_log=None)
+        self._runner = runner = web.AppRunner(application, handler_cancellation=True, access_log=None,
+                                               shutdown_timeout=1.0)
         await runner.setup()
-        await web.TCPSite(runner, self._host, self._port).start()
+        try:
+            await web.TCPSite(runner, self._host, self._port).start()
+        except OSError as error:
+            self._runner = None
+            await runner.cleanup()
+            raise RunError(f"the gateway for agents cannot listen at {self._host}:{self._port} (the task's options "
+                           f"host and port): {error}") from None
         host, port = runner.addresses[0][:2]
         self.url = f"http://{host}:{port}/v1"
 

@@ -44,10 +44,10 @@ class _Thread:
 class Session:
     """`begin(tokens)` makes the builder of a segment."""
 
-    def __init__(self, client: Generator, template: ChatTemplate, settings: EpisodeSettings, max_turns: int,
-                 begin: Callable[[list[int]], TrajectoryBuilder]):
-        self.client, self.template, self.settings, self.max_turns = client, template, settings, max_turns
-        self.begin = begin
+    def __init__(self, client: Generator, template: ChatTemplate, settings: EpisodeSettings, max_tokens: int,
+                 max_turns: int, begin: Callable[[list[int]], TrajectoryBuilder]):
+        self.client, self.template, self.settings, self.begin = client, template, settings, begin
+        self.max_tokens, self.max_turns = max_tokens, max_turns
         self.key = f"sk-{secrets.token_urlsafe(24)}"
         self.turns = 0
         self.spent = ""
@@ -73,18 +73,25 @@ class Session:
         if self._asked == self.max_turns:
             raise self._refusal(f"this episode had its {self.max_turns} turns", "turn_limit")
         self._asked += 1
-        if request.tools:
-            await asyncio.to_thread(self.template.tool_parser.load)
-        thread, chat, builder = self._continued(request)
-        thread.busy = True
         try:
-            return await self._sample(request, chat, builder, thread)
+            return await self._answer(request)
         except RequestError:
             raise
         except Exception as error:
             if not self.failure.done():
                 self.failure.set_exception(error)
             raise
+
+    async def _answer(self, request: Request) -> Reply:
+        if request.tools:
+            try:
+                await asyncio.to_thread(self.template.tool_parser.check, request.tools)
+            except (TypeError, ValueError) as error:
+                raise RequestError(f"tools: {error}", "invalid_value", "tools") from None
+        thread, chat, builder = self._continued(request)
+        thread.busy = True
+        try:
+            return await self._sample(request, chat, builder, thread)
         finally:
             thread.busy = False
 
@@ -117,10 +124,10 @@ class Session:
     async def _sample(self, request: Request, chat: Chat, builder: TrajectoryBuilder, thread: _Thread) -> Reply:
         prompt_tokens, held = len(builder.segment_tokens), len(builder.tokens)
         new = held - (len(thread.builder.tokens) if thread.turn >= 0 else 0)
-        room = self.settings.max_tokens - self._used() - new
+        room = self.max_tokens - self._used() - new
         if room < 1:
             raise self._refusal(f"{prompt_tokens} tokens of context leave none of the episode's "
-                                f"{self.settings.max_tokens} to sample", "context_length_exceeded")
+                                f"{self.max_tokens} to sample", "context_length_exceeded")
         budget = min(self.settings.max_new_tokens, room)
         mine = min(budget, request.limit or budget)
         self._reserved += new + mine

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from sao_megatron.errors import UserError
 from sao_megatron.rollout.tasks.base import Task
-from sao_megatron.sandbox.pool import Sandbox
+from sao_megatron.sandbox.session import Sandbox
 
 
 class _Known(NamedTuple):

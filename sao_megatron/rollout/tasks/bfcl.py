@@ -15,8 +15,8 @@ from sao_megatron.errors import UserError
 from sao_megatron.rollout.chat import Chat
 from sao_megatron.rollout.tasks.base import Prompt, Step
 from sao_megatron.rollout.tasks.chat_task import ChatTask, next_turn
-from sao_megatron.rollout.tasks.sources import PromptSource
-from sao_megatron.sandbox.pool import Sandbox, Session
+from sao_megatron.rollout.tasks.sources import PromptSource, read_rows
+from sao_megatron.sandbox.session import Sandbox, Session
 
 CATEGORIES = ("base", "miss_param", "long_context")
 CALLS_A_TURN = 20
@@ -48,19 +48,23 @@ class Bfcl(ChatTask):
     it was answered; the first request that ends otherwise ends the episode with 0.
 
     `category` is base, miss_param (the person forgets to say something at first) or long_context: 200 dialogues each,
-    of which `held_out` are for evaluation. The prompt holds the tools' descriptions: 3,000 to 10,000 tokens.
+    of which `held_out` are for evaluation; with `services` (GorillaFileSystem, MathAPI, MessageAPI, TicketAPI,
+    TradingBot, TravelAPI, TwitterAPI, VehicleControlAPI) those that need no others. The prompt holds the tools'
+    descriptions: 3,000 to 10,000 tokens.
     """
 
     def __init__(self, model_dir: str | Path | None, sandbox: Sandbox | None,
                  category: Literal["base", "miss_param", "long_context"] = "base", held_out: int = 40, seed: int = 0,
-                 tool_parser: str | None = None):
+                 services: list[str] | None = None, tool_parser: str | None = None, chat_template: str | None = None):
         if category not in CATEGORIES:
             raise ValueError(f"category={category!r}: expected one of {', '.join(CATEGORIES)}")
-        super().__init__(model_dir, tool_parser)
+        super().__init__(model_dir, tool_parser, chat_template)
         self.check_calls(sandbox)
         self.name, self.sandbox, self.category = f"bfcl/{category}", sandbox, category
-        self.source = PromptSource(_data(f"BFCL_v4_multi_turn_{category}.json"), ["id", "question", "initial_config",
-                                   "involved_classes"], seed, held_out)
+        rows = read_rows(_data(f"BFCL_v4_multi_turn_{category}.json"))
+        chosen = [row for row in (rows[number] for number in range(len(rows)))
+                  if services is None or set(row["involved_classes"]) <= set(services)]
+        self.source = PromptSource(chosen, [], seed, held_out)
         self.solutions = _solutions(category)
         self.max_turns = 10 * CALLS_A_TURN
 

@@ -7,19 +7,21 @@ from pathlib import Path
 
 from sao_megatron.rollout.chat import ChatTemplate, Continuation
 from sao_megatron.rollout.tasks.base import Step
-from sao_megatron.sandbox.pool import Sandbox
+from sao_megatron.sandbox.session import Sandbox
 from sao_megatron.trajectory.types import Trajectory
 
 _FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 
 
 class ChatTask:
-    """`tool_parser` is SGLang's name of the model's format of calls; None finds it by the template."""
+    """`tool_parser` is SGLang's name of the model's format of calls; None finds it by the template. `chat_template` is
+    a .jinja file in place of the model's own template, for a model that has none, or none with tools."""
 
     max_new_tokens = None
 
-    def __init__(self, model_dir: str | Path | None, tool_parser: str | None = None):
-        self.template = ChatTemplate.load(model_dir, tool_parser)
+    def __init__(self, model_dir: str | Path | None, tool_parser: str | None = None,
+                 chat_template: str | None = None):
+        self.template = ChatTemplate.load(model_dir, tool_parser, chat_template)
         self.vocab_size = self.template.vocab_size
         self.stop_token_ids = self.template.stop_token_ids
 

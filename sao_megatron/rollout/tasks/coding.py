@@ -10,7 +10,7 @@ from sao_megatron.rollout.chat import Chat
 from sao_megatron.rollout.tasks.base import Prompt, Step
 from sao_megatron.rollout.tasks.chat_task import ChatTask, fenced_code, next_turn
 from sao_megatron.rollout.tasks.sources import PromptSource
-from sao_megatron.sandbox.pool import CellResult, Sandbox
+from sao_megatron.sandbox.session import CellResult, Sandbox
 
 ASK = ("Complete this function. Answer with the whole function in one block between ```python and ```.\n\n"
        "```python\n{}```")
@@ -33,8 +33,9 @@ class Coding(ChatTask):
     name = "coding"
 
     def __init__(self, model_dir: str | Path | None, sandbox: Sandbox | None, prompts: str | None = None,
-                 evaluation_prompts: str | None = None, held_out: int = 0, seed: int = 0, tries: int = 1):
-        super().__init__(model_dir)
+                 evaluation_prompts: str | None = None, held_out: int = 0, seed: int = 0, tries: int = 1,
+                 chat_template: str | None = None):
+        super().__init__(model_dir, chat_template=chat_template)
         if tries < 1:
             raise ValueError(f"tries={tries}: expected at least 1")
         self.sandbox, self.max_turns = sandbox, tries

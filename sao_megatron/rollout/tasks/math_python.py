@@ -11,7 +11,7 @@ from sao_megatron.rollout.chat import Chat, Message
 from sao_megatron.rollout.tasks.base import Prompt, Step
 from sao_megatron.rollout.tasks.chat_task import ChatTask, fenced_code, next_turn
 from sao_megatron.rollout.tasks.sources import PromptSource
-from sao_megatron.sandbox.pool import Sandbox, Session
+from sao_megatron.sandbox.session import Sandbox, Session
 
 PYTHON = {"type": "function", "function": {
     "name": "python", "description": "Run Python code in an interpreter that keeps its variables from call to call. "
@@ -49,10 +49,10 @@ class MathPython(ChatTask):
     def __init__(self, model_dir: str | Path | None, sandbox: Sandbox | None, prompts: str, question: str = "question",
                  answer: str = "answer", evaluation_prompts: str | None = None, held_out: int = 0, seed: int = 0,
                  tools: Literal["calls", "blocks"] = "calls", calls: int = 8, system: str | None = None,
-                 tool_parser: str | None = None):
+                 tool_parser: str | None = None, chat_template: str | None = None):
         if tools not in SYSTEM:
             raise ValueError(f"tools={tools!r}: expected calls or blocks")
-        super().__init__(model_dir, tool_parser)
+        super().__init__(model_dir, tool_parser, chat_template)
         if tools == "calls":
             self.check_calls(sandbox)
         self.sandbox, self.tools, self.max_turns = sandbox, tools, calls + 1

@@ -15,7 +15,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from sao_megatron.config import TaskSection
 from sao_megatron.errors import UserError
 from sao_megatron.rollout.tasks.base import Environment, Prompt
-from sao_megatron.sandbox.pool import Sandbox
+from sao_megatron.sandbox.session import Sandbox
 from sao_megatron.trajectory.types import Trajectory
 
 LONGEST_BLOCK = 10_000

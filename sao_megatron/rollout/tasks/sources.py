@@ -82,11 +82,13 @@ class Joined:
         return self.parts[part][number - (int(self.ends[part - 1]) if part else 0)]
 
 
-def read_rows(source: str | Path) -> Rows:
+def read_rows(source: str | Path | Rows) -> Rows:
     """The rows of a file or folder, folders in the order of their files' names. Raises UserError.
 
     `path/to/file.py:Class` is a class that makes them: its object has a length and gives a dict for a number.
     """
+    if not isinstance(source, str | Path):
+        return source
     if ".py:" in str(source):
         from sao_megatron.rollout.tasks import load_class
         return load_class(str(source))()
@@ -146,7 +148,7 @@ class PromptSource:
     file of its own for that. `fields` must be in every row; the first row is looked at here.
     """
 
-    def __init__(self, path: str | Path, fields: list[str], seed: int = 0, held_out: int = 0,
+    def __init__(self, path: str | Path | Rows, fields: list[str], seed: int = 0, held_out: int = 0,
                  evaluation: str | Path | None = None):
         self.rows, self.seed = read_rows(path), seed
         self.evaluation_rows = read_rows(evaluation) if evaluation else self.rows
@@ -157,7 +159,7 @@ class PromptSource:
                 raise UserError(f"prompts {source}: the first row has no {', '.join(missing)}; it has "
                                 f"{', '.join(rows[0])}")
         if not 0 <= held_out < len(self.rows):
-            raise UserError(f"held_out={held_out}: expected 0 to {len(self.rows) - 1}, {path} has {len(self.rows)} "
+            raise UserError(f"held_out={held_out}: expected 0 to {len(self.rows) - 1}, there are {len(self.rows)} "
                             f"rows")
         chosen = _permutation(len(self.rows), f"{seed}/held out")
         self.training = np.sort(chosen[held_out:])

@@ -22,8 +22,8 @@ class TextGame(ChatTask):
     """
 
     def __init__(self, model_dir: str | Path | None, game: str, size: int = 10_000, seed: int = 0, turns: int = 32,
-                 options: dict | None = None):
-        super().__init__(model_dir)
+                 options: dict | None = None, chat_template: str | None = None):
+        super().__init__(model_dir, chat_template=chat_template)
         if turns < 1 or not 0 <= seed <= seed + size <= EVALUATION_SEEDS:
             raise ValueError(f"turns={turns}, seed={seed}, size={size}: expected turns from 1 on and seeds up to "
                              f"{EVALUATION_SEEDS}")
