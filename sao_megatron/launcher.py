@@ -226,8 +226,6 @@ def _watch(config: RunConfig, folder: RunFolder, placement: Placement, progress:
 def prepare(config: RunConfig, folder: RunFolder) -> None:
     """Check model, algorithm, layout and task (UserError), and write the run's folder."""
     from sao_megatron.learner import layout
-    from sao_megatron.rollout.tasks import load_task
-    from sao_megatron.sandbox.pool import Pool
     from sao_megatron.telemetry import writers
     from sao_megatron.weights import value_head
     from sao_megatron.weights.hf import prepare_model, read_config
@@ -238,15 +236,21 @@ def prepare(config: RunConfig, folder: RunFolder) -> None:
     layout.check(config, hf_config)
     value_head.check(config, hf_config)
     writers.check(config)
-    sandbox = Pool.of(config.sandbox)
-    task = load_task(config.task.name, config.task.options, model_dir, sandbox)  # as a controller
-    check_task(config, task, hf_config["vocab_size"])
-    for name, one in config.evaluation.sets.items():
-        other = load_task(one.task.name, one.task.options, model_dir, sandbox)
-        _check_vocabulary(f"evaluation.sets.{name}", other, hf_config["vocab_size"])
-        other.evaluation_prompts(one.episodes)  # refused now where there are not so many
+    check_tasks(config, hf_config["vocab_size"], model_dir)
     check_sandbox(config)
     run_config.save(config, folder.config_path)
+
+
+def check_tasks(config: RunConfig, vocab_size: int, model_dir: Path | None) -> None:
+    """The task and those of the evaluation, loaded as a controller does."""
+    from sao_megatron.rollout.tasks import load_task
+    from sao_megatron.sandbox.pool import Pool
+    sandbox = Pool.of(config.sandbox)
+    check_task(config, load_task(config.task.name, config.task.options, model_dir, sandbox), vocab_size)
+    for name, one in config.evaluation.sets.items():
+        other = load_task(one.task.name, one.task.options, model_dir, sandbox)
+        _check_vocabulary(f"evaluation.sets.{name}", other, vocab_size)
+        other.evaluation_prompts(one.episodes)  # refused now where there are not so many
 
 
 def check_sandbox(config: RunConfig) -> None:
