@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import signal
+import time
 
 from job import Job
 
@@ -32,6 +33,15 @@ def test_heterogeneous_job_to_the_converted_export(job: Job):
     job.submit_script("convert.sbatch", "--nodes=2", "--ntasks-per-node=1", "--mem=0", arguments=[
         "hf-to-megatron", str(job.run.export_path), str(converted)])
     job.until((converted / "state.json").exists, "the conversion of the export")
+
+
+# If this fails, the script does not hand its arguments on, or a job that was refused says that it went well.
+def test_evaluation_without_a_checkpoint(job: Job):
+    job.submit_script("eval.sbatch", "--nodes=1", arguments=[str(job.run.path / "none"), "guess_number"])
+    while job.cluster.state(job.id) in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"):
+        time.sleep(0.3)
+    assert job.cluster.job(job.id)["ExitCode"] == "2:0"
+    assert "sao-megatron: " in job.out and str(job.run.path / "none") in job.out
 
 
 # If this fails, a night on the cluster ends at the first engine that dies, rank that hangs, node that loses power, or
