@@ -12,7 +12,7 @@ from sao_megatron.config.algorithm import (
     WarmupSection,
 )
 from sao_megatron.config.cluster import ClusterSection, ContainerSection, Placement, placement
-from sao_megatron.config.loading import load, parse, save
+from sao_megatron.config.loading import load, overridden, parse, save
 from sao_megatron.config.model import ModelSection, ParallelSection
 from sao_megatron.config.rollouts import (
     EngineSection,
@@ -55,6 +55,7 @@ __all__ = [
     "WarmupSection",
     "WritersSection",
     "load",
+    "overridden",
     "parse",
     "placement",
     "save",

@@ -73,7 +73,7 @@ class Template:
         except OSError as error:
             ours.close()
             raise SandboxError(f"the sandbox's template process has died ({error})") from None
-        session = LocalSession(*await asyncio.open_connection(sock=ours))
+        session = LocalSession(self, *await asyncio.open_connection(sock=ours))
         first = await session.answer(ANSWER_SECONDS)
         if "failed" in first:
             await session.close()
@@ -91,8 +91,8 @@ class Template:
 class LocalSession:
     """A session of this machine; not reusable once a cell has ended it."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
-        self._reader, self._writer = reader, writer
+    def __init__(self, template: Template, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+        self._template, self._reader, self._writer = template, reader, writer
         self.alive = True
 
     async def run(self, code: str, seconds: float) -> CellResult:
@@ -126,7 +126,7 @@ class LocalSession:
     @property
     def gone(self) -> bool:
         """Whether it has ended without having been asked to."""
-        return self._reader.at_eof()
+        return self._reader.at_eof() or not self._template.alive  # dying with it, before that can be read here
 
     async def close(self) -> None:
         self.alive = False

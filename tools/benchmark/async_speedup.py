@@ -47,15 +47,15 @@ LEARNER_BUSY = ("policy", "critic", "recompute", "publish", "checkpoint", "other
 
 def schedules(options) -> dict[str, dict]:
     """Name -> what of the recipe differs."""
-    def groups(size: int, lag: int) -> dict:
-        return {"algorithm": {"preset": "grpo_dis", "rollouts_per_prompt": size}, "rollout": {"max_lag": lag}}
+    def groups(size: int, max_lag: int) -> dict:
+        return {"algorithm": {"preset": "grpo_dis", "rollouts_per_prompt": size}, "rollout": {"max_lag": max_lag}}
     return {"synchronous": groups(8, 0), "one step off": groups(options.batch, 1), "groups": groups(8, options.max_lag),
             "single rollouts": {"algorithm": {"preset": "running_mean"}, "rollout": {"max_lag": options.max_lag}}}
 
 
 def recipe(options, runs: Path, name: str, change: dict) -> dict:
     return {"name": name.replace(" ", "-"), "runs_dir": str(runs), "steps": options.steps,
-            "model": {"fresh": MODEL, "dtype": "float32"}, "algorithm": change["algorithm"],
+            "model": {"fresh": MODEL, "dtype": "float32"}, "algorithm": change["algorithm"] | {"critic_only_steps": 0},
             "batch": {"trajectories": options.batch, "tokens_per_micro_batch": 8192},
             "task": {"name": f"{TASK}:Waiting",
                      "options": {"median_turns": options.turns, "median_seconds": options.seconds}},
@@ -115,7 +115,7 @@ def row(store: Store, options, engine: float) -> dict:
     busy = sum(step.metrics[f"seconds/{phase}"] for step in steps for phase in LEARNER_BUSY)
     count = len(steps) * options.batch
     durations, lags = _trained(store, steps)
-    rollout, learner = np.mean(durations) / options.concurrency, busy / count
+    rollout, learner = float(np.mean(durations)) / options.concurrency, busy / count
     return {"seconds_per_trajectory": seconds / count, "rollout_limit": rollout, "learner_limit": learner,
             "of_bound": max(rollout, learner) / (seconds / count), "engine_busy": engine,
             "learner_busy": busy / seconds, "episode_mean_s": float(np.mean(durations)),

@@ -77,7 +77,7 @@ def control(folder: Path, config: recipes.RunConfig, urls: list[str], index: int
             running = asyncio.create_task(run_controller(config, task, store, clients, index=index))
             await asyncio.wait([running], timeout=1.5 * options.latency)  # until all are in flight
             turns, cpu, began = task.played, time.process_time(), time.monotonic()
-            profile = cProfile.Profile() if options.profile and index == 0 else None
+            profile = cProfile.Profile(time.process_time) if options.profile and index == 0 else None
             if profile:
                 profile.enable()
             await asyncio.wait([running], timeout=options.seconds)
