@@ -63,7 +63,7 @@ def evaluate(checkpoint: Path, tasks: list[str], overrides: list[str]) -> None:
         "name": f"evaluate-{time.strftime('%Y%m%d-%H%M%S')}", "mode": "rollout",
         "model": {"path": str(checkpoint), "dtype": _dtype(read_config(checkpoint))},
         "evaluation": {"only": True, "episodes": 256, "sets": sets}}, overrides)
-    episodes = recipe["evaluation"].pop("episodes")
+    episodes, sets = recipe["evaluation"].pop("episodes"), recipe["evaluation"]["sets"]
     for one in sets.values():
         one.setdefault("episodes", episodes)
     _new_run(run_config.parse(recipe | {"task": sets[next(iter(sets))]["task"]}, "evaluate"))
@@ -242,6 +242,9 @@ def prepare(config: RunConfig, folder: RunFolder) -> None:
     task = load_task(config.task.name, config.task.options, model_dir, sandbox)  # as a controller
     check_task(config, task, hf_config["vocab_size"])
     for name, one in config.evaluation.sets.items():
+        if name == task.name and config.evaluation.episodes:
+            raise UserError(f"evaluation.sets.{name} has the name of the run's own task, of which evaluation.episodes "
+                            f"is a set already: choose another name")
         other = load_task(one.task.name, one.task.options, model_dir, sandbox)
         _check_vocabulary(f"evaluation.sets.{name}", other, hf_config["vocab_size"])
         other.evaluation_prompts(one.episodes)  # refused now where there are not so many
