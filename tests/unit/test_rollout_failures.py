@@ -198,3 +198,20 @@ def test_half_an_evaluation_is_completed(tmp_path):
             await asyncio.wait([controller])
         asyncio.run(run())
         assert (store.evaluations()[-1].name, store.evaluations()[-1].task_set) == ("update 2", "hard")
+
+
+# If this fails, the store fills with turns of redundant episodes that were cancelled.
+def test_cancelled_episodes_leave_no_turns(tmp_path):
+    grouped = config(evaluation={}, algorithm=dict(preset="grpo_dis", rollouts_per_prompt=3),
+                     rollout=dict(concurrency=10, redundancy=2))
+
+    async def run(store):
+        engines = [FakeEngine(binary_search)]
+        learner = asyncio.create_task(learn(store, engines, 6, group=3))
+        await asyncio.wait_for(run_controller(grouped, Steady(), store, engines), 60)
+        await learner
+    with Store(tmp_path / "store.db") as store:
+        asyncio.run(run(store))
+        assert store.sum_of("redundant") > 0
+        complete = [number for number, group in store.groups(5).items() if group[1] == 3]
+        assert complete and not any(store.kept_turns(5 * number + place) for number in complete for place in range(5))
