@@ -50,7 +50,7 @@ class EngineWatch:
                 ended.pop(name)
             elif node := self._placement.lost(name):
                 ended.pop(name)
-                self._replace(name, node)
+                self.replace(name, node)
             elif self._may_die(name):
                 self._again(name, ended.pop(name))
 
@@ -76,7 +76,7 @@ class EngineWatch:
         self._progress.event("engine_restart", name, f"{name} ended with exit code {code} and is started again "
                              f"({self._restarts[name]} of engine.restarts={most})")
 
-    def _replace(self, name: str, node: str) -> None:
+    def replace(self, name: str, node: str) -> None:
         """An engine whose node is down goes to another node, or is given up."""
         if self._placement.move(name):
             self._read_plan()

@@ -15,6 +15,7 @@ from sao_megatron import config as run_config
 from sao_megatron.checkpoints import check_same_run, keeps_optimizer
 from sao_megatron.config import RunConfig
 from sao_megatron.errors import RunError, Unfinished, UserError
+from sao_megatron.placement.allocation import Allocation
 from sao_megatron.placement.plan import OneMachine, Placement
 from sao_megatron.run_folder import RunFolder
 from sao_megatron.supervisor import Supervisor
@@ -36,11 +37,11 @@ def train(recipe: Path, overrides: list[str], slurm: bool = False) -> None:
     `slurm`: on the nodes of this Slurm job; and as a job may start many times, a run that has begun goes on.
     """
     config = run_config.load(recipe, overrides)
-    folder = RunFolder(config.run_dir)
+    folder, allocation = RunFolder(config.run_dir), Allocation.ours() if slurm else None
     if slurm and folder.config_path.is_file():
-        _go_on(config, folder, slurm)
+        _go_on(config, folder, allocation)
     else:
-        _new_run(config, slurm=slurm)
+        _new_run(config, allocation=allocation)
 
 
 def rollout(recipe: Path, overrides: list[str]) -> None:
@@ -81,7 +82,7 @@ def replay(recipe: Path, overrides: list[str], trajectories: Path) -> None:
     _new_run(config, find_store(trajectories, needed, routing=config.rollout.routing_replay))
 
 
-def _new_run(config: RunConfig, recorded: Path | None = None, slurm: bool = False) -> None:
+def _new_run(config: RunConfig, recorded: Path | None = None, allocation: Allocation | None = None) -> None:
     folder = RunFolder(config.run_dir)
     progress = _progress(config, folder)
     progress.note(f"checking the recipe; outputs go to {folder.path}")
@@ -89,7 +90,7 @@ def _new_run(config: RunConfig, recorded: Path | None = None, slurm: bool = Fals
     try:
         config = _loadable(config, folder)
         prepare(config, folder)
-        placement = _place(config, folder, slurm)
+        placement = _place(config, folder, allocation)
         if recorded:
             with Store(recorded) as store:
                 store.copy_for_replay(folder.store_path)
@@ -132,10 +133,10 @@ def resume(run_dir: Path, overrides: list[str]) -> None:
     _go_on(config, folder)
 
 
-def _go_on(config: RunConfig, folder: RunFolder, slurm: bool = False) -> None:
+def _go_on(config: RunConfig, folder: RunFolder, allocation: Allocation | None = None) -> None:
     check_same_run(folder.config(), config)
     progress = _progress(config, folder)
-    with folder.lock(LOCK_SECONDS if slurm else 0.0):
+    with folder.lock(LOCK_SECONDS if allocation else 0.0):
         if _is_finished(config, folder):
             progress.note(f"{folder.path} has finished its {config.total_steps} steps")
             return
@@ -146,10 +147,10 @@ def _go_on(config: RunConfig, folder: RunFolder, slurm: bool = False) -> None:
             progress.note("WARNING: the experts are laid out differently (parallel.ep, parallel.etp): weights go on as "
                           "they are, the optimizers begin anew")
         progress.saved_step = latest.step if latest else 0
-        if slurm:
+        if allocation:
             _refuse_a_crash_loop(config, folder, progress.saved_step)
         prepare(config, folder)
-        _run(config, folder, _place(config, folder, slurm), progress)
+        _run(config, folder, _place(config, folder, allocation), progress)
 
 
 def _is_finished(config: RunConfig, folder: RunFolder) -> bool:
@@ -170,12 +171,11 @@ def _refuse_a_crash_loop(config: RunConfig, folder: RunFolder, saved_step: int) 
                    f"(cluster.requeues={config.cluster.requeues}); all are in {folder.events_path}")
 
 
-def _place(config: RunConfig, folder: RunFolder, slurm: bool) -> Placement:
+def _place(config: RunConfig, folder: RunFolder, allocation: Allocation | None) -> Placement:
     """Raises UserError where the machines do not hold the run."""
-    if slurm:
-        from sao_megatron.placement.allocation import Allocation
+    if allocation:
         from sao_megatron.placement.slurm import SlurmPlacement
-        return SlurmPlacement(config, folder, Allocation.ours())
+        return SlurmPlacement(config, folder, allocation)
     from sao_megatron.placement.local import local_plan
     return OneMachine(local_plan(config, folder), folder.log_dir)
 
@@ -226,8 +226,6 @@ def _watch(config: RunConfig, folder: RunFolder, placement: Placement, progress:
 def prepare(config: RunConfig, folder: RunFolder) -> None:
     """Check model, algorithm, layout and task (UserError), and write the run's folder."""
     from sao_megatron.learner import layout
-    from sao_megatron.rollout.tasks import load_task
-    from sao_megatron.sandbox.pool import Pool
     from sao_megatron.telemetry import writers
     from sao_megatron.weights import value_head
     from sao_megatron.weights.hf import prepare_model, read_config
@@ -238,18 +236,25 @@ def prepare(config: RunConfig, folder: RunFolder) -> None:
     layout.check(config, hf_config)
     value_head.check(config, hf_config)
     writers.check(config)
+    check_tasks(config, hf_config["vocab_size"], model_dir)
+    check_sandbox(config)
+    run_config.save(config, folder.config_path)
+
+
+def check_tasks(config: RunConfig, vocab_size: int, model_dir: Path | None) -> None:
+    """The task and those of the evaluation, loaded as a controller does."""
+    from sao_megatron.rollout.tasks import load_task
+    from sao_megatron.sandbox.pool import Pool
     sandbox = Pool.of(config.sandbox)
-    task = load_task(config.task.name, config.task.options, model_dir, sandbox)  # as a controller
-    check_task(config, task, hf_config["vocab_size"])
+    task = load_task(config.task.name, config.task.options, model_dir, sandbox)
+    check_task(config, task, vocab_size)
     for name, one in config.evaluation.sets.items():
         if name == task.name and config.evaluation.episodes:
             raise UserError(f"evaluation.sets.{name} has the name of the run's own task, of which evaluation.episodes "
                             f"is a set already: choose another name")
         other = load_task(one.task.name, one.task.options, model_dir, sandbox)
-        _check_vocabulary(f"evaluation.sets.{name}", other, hf_config["vocab_size"])
+        _check_vocabulary(f"evaluation.sets.{name}", other, vocab_size)
         other.evaluation_prompts(one.episodes)  # refused now where there are not so many
-    check_sandbox(config)
-    run_config.save(config, folder.config_path)
 
 
 def check_sandbox(config: RunConfig) -> None:

@@ -172,9 +172,7 @@ class Watch:
     def _start_again(self, error: RunError, names: set[str], kind: Kind = "restart") -> None:
         if self._end_by:
             raise Unfinished(f"{str(error).splitlines()[0]}, while the run was to end before its time limit")
-        for name in sorted(names):
-            if node := self._placement.lost(name):
-                raise Unfinished(f"{node} is down, where {name} ran")
+        names = self._off_lost_nodes(names)
         self._causes.append(str(error))
         if len(self._causes) > self._config.restarts:
             raise _crash_loop(self._causes)
@@ -185,6 +183,18 @@ class Watch:
         self._supervisor.end(names)
         self._first_end = None
         self._start(names)
+
+    def _off_lost_nodes(self, names: set[str]) -> set[str]:
+        """`names` without engines whose node is down: these are started on another, or given up. Raises Unfinished if
+        anything else ran there."""
+        for name in sorted(names):
+            if node := self._placement.lost(name):
+                if name not in self._engines.urls:
+                    raise Unfinished(f"{node} is down, where {name} ran")
+                self._engines.replace(name, node)
+                self._store.unpublish()
+                names = names - {name}
+        return names
 
     def _show_steps(self) -> None:
         if (generation := self._store.get_state("generation")) != self._generation:  # a learner has begun

@@ -42,9 +42,9 @@ class AgentAttempt:
     async def outcome(self) -> tuple[Status, dict[str, Any]]:
         """Play; returns the status and the trajectory's info.
 
-        completed: the agent returned. truncated: its time was over, or it failed after a budget of the run was spent;
-        its reward is then 0. error: it failed otherwise, returned nonsense or never sampled a turn, or engine after
-        engine died under it. Raises the engine's RunError where it fails otherwise.
+        completed: the agent returned. truncated: its time was over, or it failed after a budget had refused its last
+        request or cut its last turn; its reward is then 0. error: it failed otherwise, returned nonsense or never
+        sampled a turn, or engine after engine died under it. Raises the engine's RunError where it fails otherwise.
         """
         session = self.session
         async with self.task.gateway.serving(session) as base_url:

@@ -1,7 +1,7 @@
 """What a session sees: namespaces of its own, a root folder made for it, no capability, few system calls.
 
-The root is an empty tmpfs with read-only views of the Python installation and the system's libraries, five devices, and
-an empty /tmp of limited size; there is no /proc, no /sys, no home and no network interface that is up. The caller has
+The root is an empty tmpfs with read-only views of Python's programs and packages and of /usr, five devices, and an
+empty /tmp of limited size; there is no /proc, no /sys, no home and no network interface that is up. The caller has
 made the namespaces of users, processes, network, IPC and host name, and is process 1 in them.
 """
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import resource
 import socket
 import sys
+from contextlib import suppress
 
 from sao_megatron.sandbox import linux
 from sao_megatron.sandbox.limits import Limits
@@ -57,11 +58,18 @@ def close_in(limits: Limits) -> None:
     linux.mount("", "/", flags=linux.MS_REC | linux.MS_PRIVATE)
     sources = {path: os.open(path, os.O_PATH) for path in _shown()}
     devices = {name: os.open(f"/dev/{name}", os.O_PATH) for name in _DEVICES}
+    settings_text = ""
+    settings = os.path.join(sys.prefix, "pyvenv.cfg")  # by which a Python that a cell starts finds its packages
+    with suppress(FileNotFoundError), open(settings) as file:
+        settings_text = file.read()
     linux.mount("tmpfs", "/tmp", "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "size=1m,nr_inodes=4096,mode=0755")
     os.chdir("/tmp")
-    _fill_root(sources, devices)
+    os.makedirs("tmp")  # before the others: a virtual environment may lie in /tmp
     linux.mount("tmpfs", "tmp", "tmpfs", linux.MS_NOSUID | linux.MS_NODEV,
                 f"size={int(limits.disk_mb * _MEGABYTE)},nr_inodes=10000,mode=1777")
+    _fill_root(sources, devices)
+    if settings_text:
+        _write(settings[1:], settings_text)
     linux.become_root_folder()
     linux.mount("", "/", flags=linux.MS_REMOUNT | linux.MS_BIND | linux.MS_RDONLY | linux.MS_NOSUID | linux.MS_NODEV)
     os.chdir("/tmp")
@@ -70,9 +78,11 @@ def close_in(limits: Limits) -> None:
 
 
 def _shown() -> list[str]:
-    """Folders whose contents can be read inside: none lies in another."""
-    python = {sys.base_prefix, sys.prefix}
-    folders = {"/usr", *python, *(os.path.realpath(path) for path in python)}
+    """Folders whose contents can be read inside: none lies in another. Of Python's own not all: beside these a virtual
+    environment may hold pip's settings, with somebody's password."""
+    python = {sys.base_prefix, sys.prefix, os.path.realpath(sys.base_prefix), os.path.realpath(sys.prefix)}
+    parts = {os.path.join(prefix, part) for prefix in python for part in ("bin", "lib", "lib64")}
+    folders = {"/usr", *(path for path in parts if os.path.isdir(path) and not os.path.islink(path))}
     return sorted(path for path in folders if not any(path.startswith(other + "/") for other in folders))
 
 
@@ -94,7 +104,6 @@ def _fill_root(sources: dict[str, int], devices: dict[str, int]) -> None:
     os.symlink("/tmp", "dev/shm")
     os.makedirs("etc")
     _write("etc/passwd", f"sandbox:x:{USER}:{USER}::/tmp:/bin/sh\n")
-    os.makedirs("tmp")
 
 
 def drop_rights() -> None:

@@ -8,10 +8,11 @@ from pathlib import Path
 from sao_megatron.checkpoints import check_same_run
 from sao_megatron.config import RunConfig, placement
 from sao_megatron.errors import UserError
-from sao_megatron.launcher import check_algorithm, check_task
+from sao_megatron.launcher import check_algorithm, check_tasks
 from sao_megatron.learner import layout, memory
-from sao_megatron.rollout.tasks import load_task
+from sao_megatron.rollout.tasks import check_options
 from sao_megatron.run_folder import RunFolder
+from sao_megatron.telemetry import writers
 from sao_megatron.weights import value_head
 from sao_megatron.weights.families import family_of
 from sao_megatron.weights.hf import canonical, prepare_model, read_config
@@ -58,9 +59,11 @@ def check(config: RunConfig, model: Model) -> None:
     placement(config)
     value_head.check(config, hf_config)
     _check_context(config, hf_config)
+    writers.check(config)
+    for task in (config.task, *(one.task for one in config.evaluation.sets.values())):
+        check_options(task.name, task.options)
     if model.folder or config.model.fresh:
-        task = load_task(config.task.name, config.task.options, model.folder)
-        check_task(config, task, hf_config["vocab_size"])
+        check_tasks(config, hf_config["vocab_size"], model.folder)
     _check_run(config)
 
 

@@ -77,7 +77,7 @@ def describe(config: RunConfig, model: Model) -> str:
         f"engines: {cluster.rollout_nodes} nodes, {config.engine.count} of tp{config.engine.tp}{over}",
         f"step: {config.batch.trajectories} trajectories of at most {config.rollout.max_tokens:,} tokens"]
     if config.model.path and model.folder is None:
-        lines.append(f"not checked: the checkpoint and task {config.task.name}, for {config.model.path} is not here")
+        lines.append(f"not checked: the checkpoint and the prompts, for {config.model.path} is not here")
     return "\n".join(lines)
 
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import time
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -17,6 +19,8 @@ from sao_megatron.run_folder import RunFolder
 from sao_megatron.telemetry.records import Recorded, Words
 from sao_megatron.telemetry.statistics import Statistics
 from sao_megatron.telemetry.worst import Worst
+
+log = logging.getLogger("writers")
 
 
 class Writer(Protocol):
@@ -30,16 +34,29 @@ class Writer(Protocol):
 
 
 def check(config: RunConfig) -> None:
-    """Raise UserError for a writer whose package is missing."""
-    if config.writers.wandb and importlib.util.find_spec("wandb") is None:
-        raise UserError(f"writers.wandb={config.writers.wandb}: the package wandb is not installed: install it (pip "
-                        f"install wandb), or leave writers.wandb out")
+    """Raise UserError for a writer whose package, or whose key, is missing or refused."""
+    section = config.writers
+    if not section.wandb:
+        return
+    if importlib.util.find_spec("wandb") is None:
+        raise UserError(f"writers.wandb={section.wandb}: the package wandb is not installed: install it (pip install "
+                        f"wandb), or leave writers.wandb out")
+    if section.wandb_mode == "offline":
+        return
+    import wandb
+    try:
+        known = wandb.login(prompt=False)
+    except wandb.errors.Error as error:
+        raise UserError(f"writers.wandb={section.wandb}: {str(error).splitlines()[0]}: correct the key, or set "
+                        f"writers.wandb_mode=offline") from None
+    if not known:
+        raise UserError(f"writers.wandb={section.wandb}: W&B has no key on this machine: run `wandb login`, set "
+                        f"WANDB_API_KEY, or set writers.wandb_mode=offline")
 
 
 def open_writers(config: RunConfig, folder: RunFolder, first_step: int,
                  earlier: list[tuple[int, dict[str, float]]]) -> list[Writer]:
     """All that the recipe wants; `earlier` are the (step, metrics) of the steps before `first_step`."""
-    check(config)  # where the roles are started by hand nobody has
     settings, writers = flat_settings(config.model_dump(mode="json")), []
     if config.writers.tensorboard:
         from sao_megatron.telemetry.tensorboard import TensorBoardWriter
@@ -74,12 +91,19 @@ class JsonLines:
 
 
 class WeightsAndBiases:
-    """A W&B run of the run's name; a learner that goes on continues it. Offline, its files are in the run's folder."""
+    """A W&B run of the run's name; a learner that goes on continues it. Offline, its files are in the run's folder;
+    so they are where W&B cannot be reached, which is no reason to end a run."""
 
     def __init__(self, config: RunConfig, folder: RunFolder, settings: dict[str, float | str | bool]):
         import wandb
-        self._run = wandb.init(project=config.writers.wandb, name=config.name, id=config.name, resume="allow",
-                               dir=str(folder.path), mode=config.writers.wandb_mode, config=settings)
+        begin = partial(wandb.init, project=config.writers.wandb, name=config.name, id=config.name,
+                        dir=str(folder.path), config=settings)
+        try:
+            self._run = begin(mode=config.writers.wandb_mode, resume="allow")
+        except wandb.errors.Error as error:
+            log.warning("W&B cannot be reached (%s): written offline, for `wandb sync`", str(error).splitlines()[0])
+            wandb.teardown()  # else the run that failed holds the name
+            self._run = begin(mode="offline")
         self._run.define_metric("learner step")
         self._run.define_metric("*", step_metric="learner step")  # W&B's own axis cannot go back, a run can
         self._alert = wandb.AlertLevel.WARN

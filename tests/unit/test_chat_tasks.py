@@ -7,6 +7,8 @@ import chat_folder
 import pytest
 from test_episode import SETTINGS, FakeEngine
 
+from sao_megatron import config as run_config
+from sao_megatron import launcher
 from sao_megatron.config import LimitsSection
 from sao_megatron.errors import UserError
 from sao_megatron.rollout.episode import EpisodeSettings, run_episode
@@ -14,11 +16,13 @@ from sao_megatron.rollout.tasks import load_task
 from sao_megatron.rollout.tasks.bfcl import _data, _solutions
 from sao_megatron.rollout.tasks.chat_task import fenced_code
 from sao_megatron.rollout.tasks.math_python import last_boxed
+from sao_megatron.run_folder import RunFolder
 from sao_megatron.sandbox.limits import Limits
 from sao_megatron.sandbox.pool import Pool
 from sao_megatron.sandbox.session import SandboxError
 from sao_megatron.trajectory.types import Status
 
+ROOT = Path(__file__).parents[2]
 BFCL = ["bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker"]
 MATHS = ["math_verify"]
 
@@ -187,7 +191,7 @@ def test_bfcl_failure(folder):
 # If this fails, dialogues need services that were not asked for, or a model without a template of calls cannot be used.
 def test_bfcl_of_some_services_with_another_template(tmp_path):
     plain = chat_folder.save(tmp_path, "forgetful")
-    template = Path(__file__).parents[2] / "configs" / "chatml-tools.jinja"
+    template = ROOT / "configs" / "chatml-tools.jinja"
     task = load_task("bfcl", {"services": ["MathAPI", "GorillaFileSystem"], "held_out": 3,
                               "chat_template": str(template)}, plain, Pool(Limits(), 1, 1, 0, []))
     rows = [task.prompt(index).data for index in range(30)]
@@ -254,3 +258,23 @@ def test_episode_with_code(folder, questions, turns, status):
     assert (played.status, played.info["solved"]) == (status, status is Status.COMPLETED)
     assert played.rewards.sum() == float(status is Status.COMPLETED) and played.info["calls"] == 1
     assert text.count("```python") == 2 and text.count("```output") == 1  # one of each two is the system prompt's
+
+
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 512, "hidden_size": 64,
+         "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4,
+         "rms_norm_eps": 1e-5, "max_position_embeddings": 8192, "rope_theta": 10000.0, "tie_word_embeddings": False}
+
+
+# If one fails, a recipe of ours is refused: its task, its prompts, its sandbox.
+@pytest.mark.parametrize("recipe", ["math-python-smollm2-cpu", "bfcl-smollm2-cpu"])
+def test_recipes_can_start(tmp_path, monkeypatch, recipe):
+    from transformers import LlamaConfig, LlamaForCausalLM
+    model = chat_folder.save(tmp_path / "model", "forgetful")
+    (model / "config.json").write_text(json.dumps(LLAMA))
+    LlamaForCausalLM(LlamaConfig.from_pretrained(model)).save_pretrained(model)
+    monkeypatch.chdir(ROOT)
+    config = run_config.load(f"configs/{recipe}.yaml", [f"model.path={model}", f"runs_dir={tmp_path}"])
+    folder = RunFolder(config.run_dir)
+    folder.path.mkdir()
+    launcher.prepare(config, folder)
+    assert folder.config_path.is_file()

@@ -67,6 +67,12 @@ def test_learner_without_ranks(tmp_path, capsys, monkeypatch):
     assert "RANK" in refused(capsys, "learner", tmp_path)
 
 
+# If this fails, `--slurm` outside a job starts a run on the login node, or ends in a traceback.
+def test_slurm_outside_a_job(recipe, capsys, monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    assert "this is not a Slurm job" in refused(capsys, "train", recipe, "--slurm")
+
+
 # If this fails, the list of algorithms is not there to choose from.
 def test_presets(capsys):
     assert cli.main(["presets"]) == 0

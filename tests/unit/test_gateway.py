@@ -3,6 +3,7 @@
 tests/engine/test_gateway_served.py has the same on a real engine.
 """
 import asyncio
+import functools
 import socket
 from pathlib import Path
 from types import SimpleNamespace
@@ -266,6 +267,18 @@ def test_agents_that_fail(folders):
     trajectory, _ = play(folders["chatml"], slow, "one", seconds=0.5)
     assert trajectory.status is Status.TRUNCATED and "after 0.5 s" in trajectory.info["cut"] and trajectory.reward == 0
     assert play(folders["chatml"], never, seconds=0.2)[0].status is Status.ERROR
+
+
+# If this fails, an agent's own failure is trained on as a zero reward because a turn before it had been cut.
+def test_only_the_last_turns_budget_excuses_a_failure(folders):
+    async def agent(client, finish):
+        while (await ask(client, [USER])).choices[0].finish_reason != finish:
+            pass
+        raise OSError("no disk")
+    for finish, status in (("length", Status.TRUNCATED), ("stop", Status.ERROR)):
+        fails = functools.partial(agent, finish=finish)
+        trajectory, _ = play(folders["chatml"], fails, *["word " * 60] * 2, max_new_tokens=20)
+        assert trajectory.status is status and trajectory.info["turns"] == (1 if finish == "length" else 4)
 
 
 # If this fails, an engine that answers nonsense is recorded as failed agents, a run with one waits for ever, or an

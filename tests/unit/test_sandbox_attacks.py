@@ -266,6 +266,17 @@ print(found, {secret!r} in str(os.environ))
     assert result.output.endswith("False\n")
 
 
+# If this fails, a session sees more of a Python installation than programs and packages, or what it starts misses
+# these.
+async def test_what_is_seen_of_python(pool):
+    listed, started = await in_session(pool, f"import os; print(set(os.listdir({sys.prefix!r})))", """
+import subprocess, sys
+subprocess.run([sys.executable, "-c", "import aiohttp, sys; print(sys.prefix)"], capture_output=True, text=True).stdout
+""")
+    assert eval(listed.output) <= {"bin", "lib", "lib64", "pyvenv.cfg"}
+    assert started.output == f"{sys.prefix + chr(10)!r}\n"
+
+
 # If one fails, a session changes files: those of Python, which all sessions see, or the devices.
 @pytest.mark.parametrize("path", [os.path.join(sys.prefix, "planted"), "/usr/planted", "/planted", "/etc/passwd",
                                   os.__file__])

@@ -8,6 +8,7 @@ import time
 from contextlib import asynccontextmanager
 
 import aiohttp
+import psutil
 import pytest
 
 from sao_megatron import config as run_config
@@ -40,6 +41,10 @@ class Servers:
         return [(await self.health(index))["sessions"] for index in range(len(self.urls))]
 
 
+def started_by(process):
+    return psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+
+
 def free_port():
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return probe.getsockname()[1]
@@ -55,10 +60,12 @@ async def served(path, count, patience=20.0, **section):
         async with RemoteSandbox(servers.urls, servers.token, 5.0, patience) as client:
             yield servers, client
     finally:
+        below = [child for process in servers.processes for child in started_by(process)]
         for process in servers.processes:
             process.terminate()
         codes = [process.wait(10) for process in servers.processes]
         assert set(codes) <= {0, -9}  # told to end, they do so in order
+        assert not psutil.wait_procs(below, timeout=10)[1]
 
 
 # If this fails, sessions are not spread by load, end with others, or stay when they are closed.
@@ -106,7 +113,9 @@ async def test_server_killed(tmp_path):
         await session.run("x.append(2)\nprint('once')")
         await session.run("1 / 0")
         victim = (await servers.sessions()).index(1)
+        below = started_by(servers.processes[victim])
         servers.processes[victim].kill()
+        assert len(below) >= 4 and not psutil.wait_procs(below, timeout=10)[1]  # template, wardens, inits, workers
         result = await session.run("x.append(3)\nx")
         assert (result.status, result.output) == ("ok", "[1, 2, 3]\n")
         servers.processes[1 - victim].kill()

@@ -70,6 +70,8 @@ def test_variants_that_recipes_name(name, overrides, fits, capsys):
     ("cluster.gpu_memory_gb=40", ["a learner rank needs about 77 GiB", "cluster.gpu_memory_gb=40"]),
     ("algorithm.preset=grpo batch.trajectories=100", ["batch.trajectories=100", "multiple"]),
     ("mode=replay", ["mode=replay"]),
+    ("task.options.turns=3", ["task math_python has no option 'turns'", "calls"]),
+    ("task.name=maths", ["unknown task 'maths'", "math_python"]),
     ("model.path=models/unheard-of", ["models/unheard-of does not exist", "--dry-run"]),
 ])
 def test_what_is_refused(overrides, parts, capsys):

@@ -16,7 +16,7 @@ from sao_megatron.telemetry import writers
 from sao_megatron.telemetry.statistics import Statistics
 
 HAS_WANDB = importlib.util.find_spec("wandb") is not None
-OFFLINE = """
+STEPS = """
 import sys
 from pathlib import Path
 from sao_megatron import config as configs
@@ -24,7 +24,7 @@ from sao_megatron.run_folder import RunFolder
 from sao_megatron.telemetry import writers
 from sao_megatron.telemetry.statistics import Statistics
 config = configs.parse(dict(name="t", model=dict(path="m"), task=dict(name="random"), writers=dict(
-    tensorboard=False, wandb="project", wandb_mode="offline")), "test")
+    tensorboard=False, wandb="project", wandb_mode=sys.argv[2])), "test")
 (writer,) = writers.open_writers(config, RunFolder(Path(sys.argv[1])), 0, [])
 for step in (0, 1, 1):
     writer.write(step, {"reward/mean": 0.5 + step}, Statistics(), [])
@@ -59,13 +59,28 @@ def test_wandb_missing():
         writers.check(recipe(wandb="project"))
 
 
+# If this fails, a run is started that nobody will see, or one without a key waits for somebody to type it.
+@pytest.mark.skipif(not HAS_WANDB, reason="wandb is not installed")
+def test_wandb_without_a_key(monkeypatch, tmp_path):
+    for name, value in (("HOME", str(tmp_path)), ("XDG_CONFIG_HOME", str(tmp_path))):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    with pytest.raises(UserError, match="no key on this machine: run `wandb login`"):
+        writers.check(recipe(wandb="project"))
+    writers.check(recipe(wandb="project", wandb_mode="offline"))
+
+
 # If this fails, nothing of a run reaches W&B, or its processes outlive the run's.
 @pytest.mark.skipif(not HAS_WANDB, reason="wandb is not installed")
-def test_wandb_offline(tmp_path):
-    writers.check(recipe(wandb="project"))
-    done = subprocess.run([sys.executable, "-c", OFFLINE, str(tmp_path)], capture_output=True, text=True, timeout=120,
-                          env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "WANDB_SILENT": "true"})
+@pytest.mark.parametrize("mode", ["offline", "online"])
+def test_wandb_offline_and_unreachable(tmp_path, mode):
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "WANDB_SILENT": "true"}
+    if mode == "online":
+        environment |= {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_INIT_TIMEOUT": "2"}
+    done = subprocess.run([sys.executable, "-c", STEPS, str(tmp_path), mode], capture_output=True, text=True,
+                          timeout=120, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
+    assert ("cannot be reached" in done.stderr) == (mode == "online")
     (file,) = tmp_path.glob("wandb/offline-run-*-t/run-t.wandb")
     written = file.read_bytes()
     assert b"reward/mean" in written and b"learner step" in written and b"model.path" in written

@@ -51,7 +51,8 @@ class Session:
         self.key = f"sk-{secrets.token_urlsafe(24)}"
         self.turns = 0
         self.spent = ""
-        """Which budget of the run refused a request or cut a turn, if one did."""
+        """Which budget of the run refused the last request or cut its turn, if one did: an agent that fails then may
+        have failed for it."""
         self.failure: asyncio.Future = asyncio.get_running_loop().create_future()
         """Gets the RunError of an engine that failed, or whatever else ends the run."""
         self.requests: set[asyncio.Task] = set()
@@ -135,8 +136,7 @@ class Session:
             builder, action, words, stopped = await self._turn(builder, mine, request.stops)
         finally:
             self._reserved -= new + mine
-        if not stopped and mine == budget:
-            self.spent = f"a turn was cut after {budget} tokens"
+        self.spent = f"a turn was cut after {budget} tokens" if not stopped and mine == budget else ""
         return self._commit(thread, chat, builder, Reply(
             self._message(chat, action, words), "stop" if stopped else "length", prompt_tokens, len(action)))
 

@@ -42,14 +42,23 @@ def load_task(name: str, options: dict[str, Any], model_dir: str | Path | None, 
     with a parameter `sandbox` gets where to run code (None in a process that runs no episodes).
     Raises UserError for an unknown name, an unknown or missing option, and a value that the task refuses.
     """
-    task_class = _task_class(name)
-    parameters = dict(inspect.signature(task_class).parameters)
-    given = {key: value for key, value in zip(_GIVEN, (model_dir, sandbox), strict=True) if parameters.pop(key, None)}
-    _check_options(name, options, parameters)
+    task_class, wanted = _task_class(name), check_options(name, options)
+    given = {key: value for key, value in zip(_GIVEN, (model_dir, sandbox), strict=True) if key in wanted}
     try:
         return task_class(**options, **given)
     except (TypeError, ValueError, OSError) as error:
         raise UserError(f"task {name} refuses its options {options}: {' '.join(str(error).split())}") from error
+
+
+def check_options(name: str, options: dict[str, Any]) -> set[str]:
+    """What can be checked without the model: raises UserError for an unknown name, an unknown or a missing option.
+
+    Returns which of model_dir and sandbox the constructor takes besides.
+    """
+    parameters = dict(inspect.signature(_task_class(name)).parameters)
+    wanted = {key for key in _GIVEN if parameters.pop(key, None)}
+    _check_options(name, options, parameters)
+    return wanted
 
 
 def runs_code(name: str, options: dict[str, Any]) -> bool:

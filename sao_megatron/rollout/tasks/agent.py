@@ -58,7 +58,8 @@ class AgentTask:
 
         Returns the outcome's reward (1 or more counts as solved), or a Step with `reward` and `info`. It runs in the
         controller's event loop: what blocks belongs in asyncio.to_thread. An exception makes the episode an `error`,
-        which is tried again, unless a budget of the run was spent before: then the trajectory is `truncated`.
+        which is tried again, unless a budget had refused its last request or cut its last turn: then the trajectory is
+        `truncated`.
         """
         raise NotImplementedError(f"task {self.name} has no method agent")
 
