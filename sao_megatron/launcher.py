@@ -64,7 +64,7 @@ def evaluate(checkpoint: Path, tasks: list[str], overrides: list[str]) -> None:
         "name": f"evaluate-{time.strftime('%Y%m%d-%H%M%S')}", "mode": "rollout",
         "model": {"path": str(checkpoint), "dtype": _dtype(read_config(checkpoint))},
         "evaluation": {"only": True, "episodes": 256, "sets": sets}}, overrides)
-    episodes = recipe["evaluation"].pop("episodes")
+    episodes, sets = recipe["evaluation"].pop("episodes"), recipe["evaluation"]["sets"]
     for one in sets.values():
         one.setdefault("episodes", episodes)
     _new_run(run_config.parse(recipe | {"task": sets[next(iter(sets))]["task"]}, "evaluate"))
@@ -246,8 +246,12 @@ def check_tasks(config: RunConfig, vocab_size: int, model_dir: Path | None) -> N
     from sao_megatron.rollout.tasks import load_task
     from sao_megatron.sandbox.pool import Pool
     sandbox = Pool.of(config.sandbox)
-    check_task(config, load_task(config.task.name, config.task.options, model_dir, sandbox), vocab_size)
+    task = load_task(config.task.name, config.task.options, model_dir, sandbox)
+    check_task(config, task, vocab_size)
     for name, one in config.evaluation.sets.items():
+        if name == task.name and config.evaluation.episodes:
+            raise UserError(f"evaluation.sets.{name} has the name of the run's own task, of which evaluation.episodes "
+                            f"is a set already: choose another name")
         other = load_task(one.task.name, one.task.options, model_dir, sandbox)
         _check_vocabulary(f"evaluation.sets.{name}", other, vocab_size)
         other.evaluation_prompts(one.episodes)  # refused now where there are not so many

@@ -189,9 +189,11 @@ class _Controller:
                 self._count_errors(trajectory, seq)
         except Exception as error:
             self._fail(error)
-        if trajectory is not None and self.deal.complete(seq):  # it ended together with the last that its group needs
+        if self.deal.complete(seq):  # its group needs it no more
+            self.cancelled += trajectory is not None  # it ended together with the last that did
             trajectory = None
-            self.cancelled += 1
+            if self.half_done:
+                self.half_done.give_up(seq)
         outcome = trajectory is not None and trajectory.status is not Status.ERROR
         if self.deal.end(seq, outcome) and outcome:
             self._cancel_group(seq // self.settings.group)

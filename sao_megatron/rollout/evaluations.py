@@ -24,7 +24,8 @@ class Evaluations:
         self._config, self._sets, self._pool, self._store = config, sets, pool, store
         self._evaluates = evaluates
         self._running: asyncio.Task | None = None
-        self._seen = max((updates_in(row.version) for row in store.evaluations() if is_within(row.name)), default=0)
+        self._seen = max((updates_in(row.version) for row in store.evaluations()
+                          if is_within(row.name) and self._is_done(row.name)), default=0)
         """Policy updates in the weights that were looked at last."""
 
     @property

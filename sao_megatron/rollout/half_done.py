@@ -36,14 +36,21 @@ class HalfDone:
     def __init__(self, store: Store):
         self._store = store
         self._pending: list[tuple[int, int, Any]] = []
+        self._given_up: list[int] = []
 
     def diary(self, seq: int) -> Diary:
         return Diary([Turn(*turn) for turn in self._store.kept_turns(seq)], self._pending, seq)
 
     def write(self) -> None:
-        if self._pending:
-            self._store.keep_turns(self._pending)
+        if self._pending or self._given_up:
+            self._store.keep_turns(self._pending, self._given_up)
             self._pending.clear()
+            self._given_up.clear()
+
+    def give_up(self, seq: int) -> None:
+        """Of an episode that will have no trajectory: its group is complete without it."""
+        self.forget({seq})
+        self._given_up.append(seq)
 
     def forget(self, seqs: set[int]) -> None:
         """Of episodes that ended: the store forgets what it has of them when they are appended."""

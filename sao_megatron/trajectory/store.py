@@ -239,13 +239,15 @@ class Store:
 
     # Episodes under way, of tasks that can be replayed
 
-    def keep_turns(self, turns: list[tuple[int, int, Any]]) -> None:
-        """Remember finished turns (seq, turn, JSON-able) of episodes under way; turn 0 begins its episode anew."""
+    def keep_turns(self, turns: list[tuple[int, int, Any]], given_up: list[int] = ()) -> None:
+        """Remember finished turns (seq, turn, JSON-able) of episodes under way; turn 0 begins its episode anew.
+        `given_up`: seqs of episodes that will not go on."""
         with self._transaction():
             for seq, turn, data in turns:
                 if turn == 0:
                     self._db.execute("DELETE FROM half_done WHERE seq = ?", (seq,))
                 self._db.execute("INSERT OR REPLACE INTO half_done VALUES (?, ?, ?)", (seq, turn, json.dumps(data)))
+            self._db.executemany("DELETE FROM half_done WHERE seq = ?", [(seq,) for seq in given_up])
 
     def kept_turns(self, seq: int) -> list[Any]:
         """What `keep_turns` remembers of an episode, in order; nothing once its trajectory is appended."""

@@ -39,6 +39,8 @@ REFUSED = {
     "redundancy without groups": ("rollout.redundancy=2", "rollout.redundancy=2 is for groups, preset sao has single"),
     "unknown key of a set": ("evaluation.sets={hard: {task: {name: levers}, episodes: 3, smples: 2}}",
                              "evaluation.sets.hard.smples: unknown key; known keys here: task, episodes, samples"),
+    "name of a set": ("evaluation.sets={guess_number: {task: {name: levers}, episodes: 3}}",
+                      "evaluation.sets.guess_number has the name of the run's own task"),
     "unknown task of a set": ("evaluation.sets={hard: {task: {name: nothing}, episodes: 3}}",
                               "unknown task 'nothing': known are"),
     "small vocabulary": ("model.fresh.vocab_size=16", "the model's vocabulary has 16"),

@@ -295,8 +295,8 @@ def test_engine_failure_ends_the_run(folders):
     assert trajectory.status is Status.ERROR and trajectory.info["retries"] == 0 and len(engine.lines) == 1
 
 
-# If this fails, the recipe for an agent of one's own does not do what it says.
-def test_the_recipes_agent(folders):
+# If this fails, the example of an agent of one's own does not do what it says.
+def test_the_example_agent(folders):
     recipe = Path(__file__).parents[2] / "configs" / "agents" / "arithmetic.py"
     task = load_task(f"{recipe}:Arithmetic", {"tries": 2}, folders["chatml"])
     prompt = task.prompt(3)

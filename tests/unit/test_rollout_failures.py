@@ -174,3 +174,44 @@ def test_evaluations_while_training(tmp_path):
     events = EventAccumulator(str(tmp_path / "t" / "tensorboard")).Reload()
     assert [event.step for event in events.Scalars("evaluation/hard/pass@4")] == [0, 3, 6, 8]
     assert events.Scalars("evaluation/solve_rate")[0].value == pytest.approx((1.0 + 3 * 0.2) / 4)
+
+
+# If this fails, a controller that died between two sets of an evaluation leaves a learner that waits for the second one
+# for ever (evaluation.pinned).
+def test_half_an_evaluation_is_completed(tmp_path):
+    sections = config(evaluation=dict(episodes=15, every=2), runs_dir=tmp_path, steps=8)
+    sets = [*SETS, EvaluationSet("hard", GuessNumber(turns=2), 15, 1)]
+    with Store(tmp_path / "store.db") as store:
+        engine = FakeEngine(binary_search)
+        engine.version = 2
+        store.set_published(2, 2)
+        for name in ("start", "update 2"):
+            store.add_evaluation(name, 2, 15, 15, 1.0, "guess_number", {"weight": 1.0})
+        store.add_evaluation("start", 2, 15, 15, 1.0, "hard", {"weight": 1.0})
+
+        async def run():
+            controller = asyncio.create_task(run_controller(sections, GuessNumber(), store, [engine], sets=sets))
+            async with asyncio.timeout(30):
+                while len(store.evaluations()) < 4:
+                    await asyncio.sleep(0.01)
+            controller.cancel()
+            await asyncio.wait([controller])
+        asyncio.run(run())
+        assert (store.evaluations()[-1].name, store.evaluations()[-1].task_set) == ("update 2", "hard")
+
+
+# If this fails, the store fills with turns of redundant episodes that were cancelled.
+def test_cancelled_episodes_leave_no_turns(tmp_path):
+    grouped = config(evaluation={}, algorithm=dict(preset="grpo_dis", rollouts_per_prompt=3),
+                     rollout=dict(concurrency=10, redundancy=2))
+
+    async def run(store):
+        engines = [FakeEngine(binary_search)]
+        learner = asyncio.create_task(learn(store, engines, 6, group=3))
+        await asyncio.wait_for(run_controller(grouped, Steady(), store, engines), 60)
+        await learner
+    with Store(tmp_path / "store.db") as store:
+        asyncio.run(run(store))
+        assert store.sum_of("redundant") > 0
+        complete = [number for number, group in store.groups(5).items() if group[1] == 3]
+        assert complete and not any(store.kept_turns(5 * number + place) for number in complete for place in range(5))

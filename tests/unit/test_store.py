@@ -217,6 +217,8 @@ def test_turns_of_episodes_under_way_are_kept_until_they_end(store):
     assert store.kept_turns(3) == ["again"]
     store.append(make(), 3)
     assert store.kept_turns(3) == [] and store.kept_turns(4) == ["other"]
+    store.keep_turns([(5, 0, "new")], given_up=[4])
+    assert store.kept_turns(4) == [] and store.kept_turns(5) == ["new"]
 
 
 def test_other_files_are_refused(tmp_path, store):

@@ -124,7 +124,7 @@ def test_options_of_one_component():
     assert parts[0] == "sbatch" and ":" not in parts
     assert parts[-1] == "runs/qwen3-30b-a3b-math.submitted.yaml" and parts[-2].endswith("slurm/train.sbatch")
     assert {"--nodes=5", "--time=24:00:00", "--gres=gpu:8", "--partition=h100", "--account=mine", "--qos=high",
-            "--exclusive", "--mem=0", "--no-kill", "--signal=B:USR1@900"} <= set(parts)
+            "--exclusive", "--mem=0", "--no-kill", "--signal=B:USR1@3600"} <= set(parts)
     assert "--dependency=singleton" in options(chain=3) and "--dependency=singleton" not in options()
     assert not [part for part in options(gres="") if "gres" in part]
 
@@ -133,7 +133,7 @@ def test_options_of_one_component():
 def test_options_of_two_components():
     parts = options(learner_partition="h100", rollout_partition="l40", spare_nodes=1, sbatch_args=["--qos=high"])
     learner, engines = parts[1:parts.index(":")], parts[parts.index(":") + 1:-2]
-    assert {"--nodes=3", "--partition=h100", "--qos=high", "--signal=B:USR1@900"} <= set(learner)
+    assert {"--nodes=3", "--partition=h100", "--qos=high", "--signal=B:USR1@3600"} <= set(learner)
     assert {"--nodes=2", "--partition=l40", "--qos=high", "--gres=gpu:8", "--time=24:00:00"} <= set(engines)
 
 
