@@ -72,9 +72,12 @@ def test_expert_load_is_that_of_transformers(run, layout):
     folder, trajectories, model, results = run
     k, chosen = model.config.num_experts_per_tok, []
     for t in trajectories:
-        with torch.no_grad():
-            logits = model(input_ids=torch.from_numpy(t.tokens.astype(np.int64))[None], output_router_logits=True)
-        chosen.append(np.stack([layer.topk(k).indices.numpy() for layer in logits.router_logits], 1))  # [T, layers, k]
+        of_segments = []
+        for tokens in np.split(t.tokens.astype(np.int64), t.segments[1:]):
+            with torch.no_grad():
+                logits = model(input_ids=torch.from_numpy(tokens)[None], output_router_logits=True)
+            of_segments.append(np.stack([layer.topk(k).indices.numpy() for layer in logits.router_logits], 1))
+        chosen.append(np.concatenate(of_segments))  # [T, layers, k]
     counts = [np.bincount(layer.ravel(), minlength=model.config.num_experts)
               for layer in np.concatenate(chosen).swapaxes(0, 1)]
     load = np.stack([count / count.mean() for count in counts])
