@@ -52,8 +52,8 @@ def own_routing(free: Trainer, trajectories: list) -> tuple:
     [batch] = [batch.source for batch in local_batches(trajectories, free.config)]
     nothing = np.zeros((len(batch.tokens), free.hf_config["num_experts_per_tok"]), np.int64)
     experts = np.concatenate([getattr(recorder, "experts", nothing) for recorder in recorders], 1).astype(np.uint8)
-    rows = {t.id: experts[start:start + len(t)]
-            for t, start in zip(batch.trajectories, batch.cu_seqlens, strict=False)}
+    ends = np.cumsum([len(t) for t in batch.trajectories])  # one process packs without gaps
+    rows = {t.id: experts[end - len(t):end] for t, end in zip(batch.trajectories, ends, strict=True)}
     return scores, [with_routing(t, rows[t.id]) for t in trajectories]
 
 

@@ -53,10 +53,16 @@ def forced(model, trajectory):
 
 
 def forced_gate(gate, experts, recorded):
+    """Takes the trajectory's segments in order, and then again from the first."""
+    start = 0
+
     def forward(hidden):
+        nonlocal start
         logits = hidden.reshape(-1, gate.hidden_dim) @ gate.weight.t()
+        rows = slice(start, start + len(logits))
+        start = rows.stop % len(experts)
         probabilities = logits.softmax(-1)
-        chosen = torch.where(recorded, experts, probabilities.topk(TOP_K).indices)
+        chosen = torch.where(recorded[rows], experts[rows], probabilities.topk(TOP_K).indices)
         weights = probabilities.gather(1, chosen)
         return logits, weights / weights.sum(-1, keepdim=True), chosen
     return forward
