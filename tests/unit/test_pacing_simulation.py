@@ -18,7 +18,7 @@ from sao_megatron.rollout.controller import run_controller
 from sao_megatron.rollout.tasks.base import Prompt, Step
 from sao_megatron.trajectory.store import Store
 
-BATCH, STEPS = 8, 25
+BATCH, STEPS = 8, 20
 
 
 class SimulatedTime(asyncio.SelectorEventLoop):
@@ -146,8 +146,8 @@ def check_bound(trained: list[tuple], max_lag: int = 2) -> int:
 
 # If one fails, a lag is larger than the docstring of pacing.admissible proves, or something waits for ever.
 @pytest.mark.parametrize("case", [
-    dict(), dict(pace=20.0, max_lag=1), dict(pace=0.01, max_lag=0), dict(deaths=0.02), dict(failures=0.2),
-    dict(size=4, failures=0.1, deaths=0.01), dict(controllers=3, deaths=0.01), dict(controllers=2, size=4)], ids=str)
+    dict(pace=20.0, max_lag=1), dict(pace=0.01, max_lag=0), dict(deaths=0.02, failures=0.2),
+    dict(controllers=2, size=4, deaths=0.01)], ids=str)
 def test_the_lag_is_bounded(tmp_path, case):
     lag = check_bound(simulate(tmp_path / "store.db", seed=1, **case), case.get("max_lag", 2))
     assert lag >= case.get("max_lag", 2), "the bound is never reached: admission is stricter than need be"
