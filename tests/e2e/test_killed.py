@@ -1,8 +1,8 @@
-"""kill -9 of any process in the middle of a run: the run ends, says why, loses no finished trajectory.
-
-Of the controller and the launcher: test_kill_and_resume.py; Ctrl-C: test_engines_killed.py.
-"""
+"""kill -9 of any process in the middle of a run, and Ctrl-C: the run ends, says why, loses no finished trajectory."""
 from __future__ import annotations
+
+import signal
+import time
 
 import psutil
 import pytest
@@ -43,6 +43,7 @@ def check_store(run: Run, appended: set[str]) -> None:
 
 # If one fails, a run that lost a part hangs or leaves processes behind, hides the cause, or loses what was sampled.
 @pytest.mark.parametrize(("words", "name", "reason"), [
+    (["sao_megatron.cli controller"], "controller", ""),
     (["sao_megatron.cli learner", "RANK=0"], "learner-0", ""),
     (["sglang::scheduler"], "engine-0", "Subprocess scheduler_0"),
 ])
@@ -58,4 +59,30 @@ def test_killed_process_ends_the_run(start_run, words, name, reason):
     assert reason in sentence and f"its log is {log}" in sentence and "Traceback" not in sentence
     assert run.survivors() == []
     assert len(appended) >= 3 * BATCH
+    check_store(run, appended)
+
+
+# If this fails, Ctrl-C leaves processes behind, or the store in pieces.
+def test_ctrl_c(start_run):
+    run = start_run("interrupted", *ENDLESS)
+    run.until(lambda: run.steps() >= 3, "three steps")
+    appended = run.appended()
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait(END_SECONDS) == 130
+    assert run.err == "sao-megatron: interrupted\n"
+    assert run.survivors() == []
+    check_store(run, appended)
+
+
+# If this fails, a `train` that is killed, as by the kernel for want of memory, leaves engines and ranks running.
+def test_killed_launcher(start_run):
+    run = start_run("orphaned", *ENDLESS)
+    run.until(lambda: run.steps() >= 3, "three steps")
+    run.children()
+    appended = run.appended()
+    run.process.kill()
+    deadline = time.monotonic() + END_SECONDS
+    while run.survivors() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert run.survivors() == []
     check_store(run, appended)
