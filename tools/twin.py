@@ -41,6 +41,8 @@ def shrunk_model(hf_config: dict[str, Any], pp: int) -> dict[str, Any]:
     small = {name: WIDTHS.get(name, value) for name, value in hf_config.items()} | {"num_hidden_layers": 2 * pp}
     if "kv_lora_rank" in small:  # every head has its own keys
         small["num_key_value_heads"] = small["num_attention_heads"]
+    if "n_shared_experts" in small:  # HF's spelling in these families, which the engine reads
+        small["n_routed_experts"] = small.pop("num_experts")
     if "first_k_dense_replace" in small:
         small["first_k_dense_replace"] = min(1, small["first_k_dense_replace"])
     return small
