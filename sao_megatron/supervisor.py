@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -36,6 +37,9 @@ class ProcessSpec:
     environment: dict[str, str] = field(default_factory=dict)
     parts: tuple[str, ...] = ()
     """Of a step of several tasks: the names under which each writes a log of its own."""
+    orphan_signal: int = signal.SIGKILL
+    """Ends it where we are killed and cannot. Not SIGTERM, at which an SGLang server first waits for its requests, for
+    ever if a publication has paused them; but an srun needs it, to end its tasks."""
 
 
 class Supervisor:
@@ -82,7 +86,8 @@ class Supervisor:
                 try:
                     self._children[spec.name] = subprocess.Popen(
                         spec.command, env=os.environ | spec.environment, stdin=subprocess.DEVNULL, stdout=log,
-                        stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=end_with_parent)
+                        stderr=subprocess.STDOUT, start_new_session=True,
+                        preexec_fn=partial(end_with_parent, spec.orphan_signal))
                 except OSError as error:
                     raise RunError(f"{spec.name} cannot be started: {error}") from None
 

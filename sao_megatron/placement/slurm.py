@@ -6,6 +6,7 @@ is on them. The supervisor sees the sruns; signals to them reach their tasks.
 """
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -108,7 +109,7 @@ class SlurmPlacement:
         if alive := self.alive(others):
             (node,) = (node for nodes in self.nodes for node in nodes if node.name == alive[0])
             command = [*self.steps.srun("guard", [node], 1), "bash", "-c", _GUARD, self.head.name, str(self.job)]
-            supervisor.start([ProcessSpec("guard", command)])
+            supervisor.start([ProcessSpec("guard", command, orphan_signal=signal.SIGTERM)])
 
     def tend(self, supervisor: Supervisor, ended: dict[str, int]) -> None:
         if ended.pop("guard", None) is not None:  # its node is lost

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -39,7 +40,8 @@ class Steps:
         task = [*self._command_container(), self.python, "-m", "sao_megatron.placement.task",
                 *(f"{key}={value}" for key, value in own.items()), "--"]
         return ProcessSpec(name, [*srun, *task, *command], self._common() | dict(environment),
-                           parts=tuple(f"{name}-{i}" for i in range(count)) if parts else ())
+                           parts=tuple(f"{name}-{i}" for i in range(count)) if parts else (),
+                           orphan_signal=signal.SIGTERM)
 
     def srun(self, name: str, nodes: list[Node], tasks: int) -> list[str]:
         """One that shares the nodes with others, and ends when one of its tasks has failed."""

@@ -101,7 +101,8 @@ def test_stop_kills_after_the_grace(tmp_path, descendants):
     assert not alive(pids)
 
 
-# If one fails, Ctrl-C or a terminated launcher (even a killed one) leaves processes behind, or hides why it ended.
+# If one fails, Ctrl-C or a terminated launcher (even a killed one) leaves processes behind, deaf to SIGTERM though they
+# may be, or hides why it ended.
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_signals_to_the_launcher(tmp_path, number, code):
     script = textwrap.dedent(f"""
@@ -109,8 +110,9 @@ def test_signals_to_the_launcher(tmp_path, number, code):
         from pathlib import Path
         from sao_megatron.supervisor import ProcessSpec, Supervisor
         try:
-            with Supervisor(Path({str(tmp_path)!r})) as supervisor:
-                supervisor.start([ProcessSpec(name, [sys.executable, "-c", {SLEEP!r}]) for name in ("one", "two")])
+            with Supervisor(Path({str(tmp_path)!r}), grace=1.0) as supervisor:
+                supervisor.start([ProcessSpec(name, [sys.executable, "-c", code]) for name, code in
+                                  (("one", {SLEEP!r}), ("deaf", {DEAF!r}))])
                 print("started", flush=True)
                 while True:
                     supervisor.poll()
@@ -122,6 +124,7 @@ def test_signals_to_the_launcher(tmp_path, number, code):
         assert process.stdout.readline() == "started\n"
         pids = [child.pid for child in psutil.Process(process.pid).children()]
         assert len(pids) == 2
+        until(lambda: b"ready" in (tmp_path / "deaf.log").read_bytes(), "the deaf one to be ready")
         process.send_signal(number)
         assert process.wait(DEADLINE) == code
         until(lambda: not alive(pids), "the children to end")
