@@ -127,7 +127,7 @@ class FixedLag:
             result[name].append(None if value is None else round(float(value), 6))
 
     def _prompts(self, count: int) -> list:
-        size = EpisodeSettings.of(self.config).rollouts_per_prompt
+        size = EpisodeSettings.of(self.config).group
         self.next_seq += count
         return [self.task.prompt(seq // size) for seq in range(self.next_seq - count, self.next_seq)]
 

@@ -19,6 +19,8 @@ from sao_megatron.rollout.tasks.guess_number import GuessNumber
 from sao_megatron.trajectory.store import Store
 
 STEPS = 20
+LIVE_STEPS = 45
+"""While a controller starts again, the learner makes up to rollout.max_lag + 1 steps: enough for all kills."""
 MODEL = ["parallel={ranks: 1}", f"steps={STEPS - 2}", "algorithm.critic_only_steps=2", f"batch.trajectories={BATCH}",
          "warmup.steps=3", "warmup.trajectories=16", "policy_optimizer.warmup_steps=5"]
 SAVING = ["checkpoint.every=2", "restarts=20"]
@@ -101,20 +103,20 @@ def weights(run: Run) -> dict[str, np.ndarray]:
     return found
 
 
-def check_finished(run: Run) -> None:
+def check_finished(run: Run, count: int = STEPS) -> None:
     """Every step once and in order, in the store as in TensorBoard, each on a batch of its own."""
     assert run.wait(START_SECONDS) == 0, f"{run.out}\n{run.err}"
     path = run.folder.store_path
     assert query(path, "PRAGMA integrity_check") == [("ok",)]
     with Store(path) as store:
         steps = store.steps()
-    assert [row.step for row in steps] == list(range(STEPS))
+    assert [row.step for row in steps] == list(range(count))
     trained = query(path, "SELECT step, COUNT(*), SUM(num_actions) FROM trajectories WHERE state = 'trained' "
                     "GROUP BY step ORDER BY step")
     assert trained == [(row.step, BATCH, row.metrics["tokens/action"]) for row in steps]
     events = EventAccumulator(str(run.folder.path / "tensorboard")).Reload()
-    assert [point.step for point in events.Scalars("reward/mean")] == list(range(STEPS))
-    assert [checkpoint.step for checkpoint in run.folder.checkpoints.complete()][-1] == STEPS
+    assert [point.step for point in events.Scalars("reward/mean")] == list(range(count))
+    assert [checkpoint.step for checkpoint in run.folder.checkpoints.complete()][-1] == count
 
 
 def check_same_weights(run: Run, other: Run) -> None:
@@ -158,18 +160,19 @@ def test_killed_replay_ends_with_the_same_bits(start_run, tmp_path):
 # If this fails, a run that lost a part goes on with other weights than it says: a trajectory was lost, was trained
 # twice, or was sampled by weights that carry another one's version.
 def test_killed_live_run_trains_what_it_records(start_run):
-    run = start_run("live", *MODEL, *SAVING, "evaluation.episodes=0", "publication.verify_every=1")
+    live = [*MODEL, f"steps={LIVE_STEPS - 2}"]
+    run = start_run("live", *live, *SAVING, "evaluation.episodes=0", "publication.verify_every=1")
     seen: set[str] = set()
     for words, after in [(CONTROLLER, 1), (LEARNER, 1), (CONTROLLER, 1), (CONTROLLER, 1), (LEARNER, 2), (CONTROLLER, 1),
                          (ENGINE, 1), (CONTROLLER, 1), (LEARNER, 2), (CONTROLLER, 1), (LEARNER, 2), (CONTROLLER, 1),
                          (LEARNER, 1), (CONTROLLER, 1)]:
         kill(run, words, after)
         seen |= run.appended()
-    check_finished(run)
+    check_finished(run, LIVE_STEPS)
     trajectories = stored(run.folder.store_path)
     assert seen <= {trajectory.id for trajectory in trajectories}
     seqs = [seq for seq, in query(run.folder.store_path, "SELECT seq FROM trajectories")]
     assert len(set(seqs)) == len(seqs)
-    again = start_run("again", *MODEL, "--trajectories", str(run.folder.path), verb="replay")
+    again = start_run("again", *live, "--trajectories", str(run.folder.path), verb="replay")
     assert again.wait(START_SECONDS) == 0, f"{again.out}\n{again.err}"
     check_same_weights(run, again)
