@@ -155,11 +155,17 @@ async def test_metrics_follow_the_load(engine):
             assert time.monotonic() < deadline, seen
             await asyncio.sleep(0.05)
 
+    async def busy() -> None:
+        while True:
+            await sample(client, [1, 2, 3], LONG)
+
     async with engine.client() as client:
-        requests = [asyncio.create_task(sample(client, [1, 2, 3], LONG)) for _ in range(2)]
+        requests = [asyncio.create_task(busy()) for _ in range(2)]
         await wanted(lambda seen: seen["running"] == 2 and seen["tokens_per_second"] > 0 and 0 < seen["cache_used"] < 1)
+        for request in requests:
+            request.cancel()
+        await asyncio.gather(*requests, return_exceptions=True)
         await client.abort_all()
-        await asyncio.gather(*requests)
         await wanted(lambda seen: seen["running"] == seen["waiting"] == 0)
 
 
