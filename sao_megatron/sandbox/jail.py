@@ -1,8 +1,8 @@
 """What a session sees: namespaces of its own, a root folder made for it, no capability, few system calls.
 
 The root is an empty tmpfs with read-only views of Python's programs and packages and of /usr, five devices, and an
-empty /tmp of limited size; there is no /proc, no /sys, no home and no network interface that is up. The caller has
-made the namespaces of users, processes, network, IPC and host name, and is process 1 in them.
+empty folder of limited size, which is /tmp too; there is no /proc, no /sys, no home and no network interface that is
+up. The caller has made the namespaces of users, processes, network, IPC and host name, and is process 1 in them.
 """
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from sao_megatron.sandbox.limits import Limits
 NAMESPACES = os.CLONE_NEWUSER | os.CLONE_NEWPID | os.CLONE_NEWNET | os.CLONE_NEWIPC | os.CLONE_NEWUTS
 USER = 1000
 """User and group id inside. Outside it is the caller's, or nobody where the caller is root."""
+HOME = "/session"
+"""The temporary folder. It is not /tmp, since a Python that lies in the machine's /tmp is shown there."""
 _NOBODY = 65534
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _MEGABYTE = 2**20
@@ -64,15 +66,15 @@ def close_in(limits: Limits) -> None:
         settings_text = file.read()
     linux.mount("tmpfs", "/tmp", "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "size=1m,nr_inodes=4096,mode=0755")
     os.chdir("/tmp")
-    os.makedirs("tmp")  # before the others: a virtual environment may lie in /tmp
-    linux.mount("tmpfs", "tmp", "tmpfs", linux.MS_NOSUID | linux.MS_NODEV,
+    os.makedirs(HOME[1:])
+    linux.mount("tmpfs", HOME[1:], "tmpfs", linux.MS_NOSUID | linux.MS_NODEV,
                 f"size={int(limits.disk_mb * _MEGABYTE)},nr_inodes=10000,mode=1777")
     _fill_root(sources, devices)
     if settings_text:
         _write(settings[1:], settings_text)
     linux.become_root_folder()
     linux.mount("", "/", flags=linux.MS_REMOUNT | linux.MS_BIND | linux.MS_RDONLY | linux.MS_NOSUID | linux.MS_NODEV)
-    os.chdir("/tmp")
+    os.chdir(HOME)
     for descriptor in (*sources.values(), *devices.values()):
         os.close(descriptor)
 
@@ -101,9 +103,11 @@ def _fill_root(sources: dict[str, int], devices: dict[str, int]) -> None:
     for name, descriptor in devices.items():
         os.close(os.open(f"dev/{name}", os.O_CREAT))
         linux.mount(f"/proc/self/fd/{descriptor}", f"dev/{name}", flags=linux.MS_BIND)
-    os.symlink("/tmp", "dev/shm")
+    os.symlink(HOME, "dev/shm")
+    if not os.path.exists("tmp"):
+        os.symlink(HOME, "tmp")
     os.makedirs("etc")
-    _write("etc/passwd", f"sandbox:x:{USER}:{USER}::/tmp:/bin/sh\n")
+    _write("etc/passwd", f"sandbox:x:{USER}:{USER}::{HOME}:/bin/sh\n")
 
 
 def drop_rights() -> None:

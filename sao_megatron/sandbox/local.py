@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
+from sao_megatron.sandbox.jail import HOME
 from sao_megatron.sandbox.limits import Limits
 from sao_megatron.sandbox.linux import supported
 from sao_megatron.sandbox.session import CellResult, SandboxError
@@ -41,8 +42,9 @@ class Template:
             raise SandboxError(f"this machine cannot isolate a sandbox: {reason}")
         ours, theirs = socket.socketpair()
         kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
-        environment = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1",
-                       "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} | kept
+        environment = kept | {
+            "PATH": "/usr/bin:/bin", "HOME": HOME, "TMPDIR": HOME, "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1",
+            "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         root = str(Path(__file__).parents[2])
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-I", "-c", _START.format(root=root), json.dumps(asdict(limits)), json.dumps(modules),

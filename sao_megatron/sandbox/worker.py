@@ -19,6 +19,8 @@ def main(cells: int, results: int) -> None:
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
     sys.path.insert(0, "")
+    if loaded := sys.modules.get("tempfile"):
+        loaded.tempdir = None  # it was chosen outside
     os.write(results, OK)
     number = 0
     while True:
