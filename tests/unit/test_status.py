@@ -1,6 +1,7 @@
 """`sao-megatron status`: what a person at a login node learns of a run from its folder alone."""
 import hashlib
 import sqlite3
+import signal
 import subprocess
 import sys
 import threading
@@ -167,10 +168,11 @@ def test_watch_shows_it_again(folder):
     code = ("import sys\nfrom sao_megatron import cli\nfrom sao_megatron.telemetry import status\n"
             "status.WATCH_SECONDS = 0.05\nsys.exit(cli.main(['status', sys.argv[1], '--watch']))")
     watching = subprocess.Popen([sys.executable, "-c", code, str(folder.path)], stdout=subprocess.PIPE,
-                                stderr=subprocess.PIPE, text=True)
+                                stderr=subprocess.PIPE, text=True,
+                                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # ignored by `&`
     try:
         assert sum(watching.stdout.readline().startswith("step ") for _ in range(30)) >= 2
-        watching.send_signal(2)
+        watching.send_signal(signal.SIGINT)
         assert watching.wait(timeout=30) == 130
         assert "Traceback" not in watching.stderr.read()
     finally:
