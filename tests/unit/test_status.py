@@ -1,7 +1,7 @@
 """`sao-megatron status`: what a person at a login node learns of a run from its folder alone."""
 import hashlib
-import sqlite3
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
