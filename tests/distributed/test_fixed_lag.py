@@ -17,7 +17,8 @@ def assert_inspectable(run_dir: Path) -> None:
     run = data.load(run_dir, (0, 99))
     assert [row.metrics["policy_updated"] for row in run.steps] == [False] * 2 + [True] * 6
     assert {"reward/mean", "experts/busiest", "lag/mean"} <= run.steps[-1].metrics.keys()
-    assert len(run.starts) == 8 * 8 and {"higher", "lower"} <= set(run.codes("token")[1])
+    assert len(run.starts) == 8 * 6, "a quarter of the eight places is for those that lost tokens, and none did"
+    assert {"higher", "lower"} <= set(run.codes("token")[1])
     assert run.column("lag")[run.sampled].max() == 0 and list((run_dir / "tensorboard").glob("events*"))
 
 
