@@ -4,7 +4,7 @@ Every node is a slurmd in namespaces of its own (UTS: its host name; mount: its 
 its processes along, as a power loss does). They share one network, so that each has an address of 127.0.0.0/8 and ports
 differ. GPUs are character devices that nobody opens. By hand, from the repository's folder:
 
-    python tests/slurm/cluster.py /tmp/cluster --nodes 4        # runs until Ctrl-C; prints what to export
+    python tests/slurm/cluster.py "$(mktemp -d)" --nodes 4      # runs until Ctrl-C; prints what to export
 """
 from __future__ import annotations
 

@@ -182,10 +182,13 @@ def test_bfcl_solution(folder):
 
 
 # If this fails, a request that was not fulfilled goes unnoticed, or code in a call is evaluated outside of the sandbox.
-def test_bfcl_failure(folder):
-    evil = call("pwd", **{"x": "__import__('os').system('touch /tmp/escaped')"})
+def test_bfcl_failure(folder, tmp_path):
+    tmp_path.chmod(0o777)
+    escaped = tmp_path / "escaped"
+    evil = call("pwd", **{"x": f"__import__('os').system('touch {escaped}')"})
     _, steps = talk("bfcl", {}, folder, evil, call("rm_everything"), "It is done.", prompt=dialogue, module=BFCL)
     assert steps[-1].done and steps[-1].reward == 0 and steps[-1].info == {"solved": False, "requests_right": 0}
+    assert not escaped.exists()
 
 
 # If this fails, dialogues need services that were not asked for, or a model without a template of calls cannot be used.
