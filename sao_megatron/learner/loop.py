@@ -44,8 +44,7 @@ def main(config: RunConfig, run_dir: Path, task) -> None:
 
     `task` gives the demonstrations of the supervised warm-up.
     """
-    waits = config.engine.start_timeout + config.publication.timeout  # the longest that ranks wait for each other
-    runtime.initialize(config.parallel, config.seed, timeout_seconds=waits)
+    runtime.initialize(config.parallel, config.seed, timeout_seconds=config.collective_timeout)
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {dist.get_rank()} %(message)s", force=True)
     learner = Learner(config, RunFolder(run_dir))
     if learner.is_head and config.model.path is None:

@@ -78,7 +78,7 @@ def twin_of(name: str, folder: Path) -> Path:
 
 # If one fails, a recipe's kind of parallelism cannot train on a cluster: its layout over nodes, its algorithm, or the
 # way from `submit` to the exported checkpoint.
-@pytest.mark.parametrize("name", ["qwen3-30b-a3b-math"])
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b-math", "qwen3-30b-a3b-coding", "glm-4.5-air-math", "glm-5-coding"])
 def test_a_twin_trains(submit, cluster, tmp_path, name, capsys):
     code, out, error = submit(twin_of(name, tmp_path), "name=twin")
     assert code == 0, error
