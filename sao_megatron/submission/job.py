@@ -102,7 +102,7 @@ def show_memory(config: RunConfig, learner: memory.Estimate, engine: memory.Engi
 
 
 def describe_disk(config: RunConfig, checkpoint: float) -> str:
-    """What the checkpoints, of `checkpoint` GiB each, take at most, and whether there is room. (A quota is not seen.)"""
+    """What checkpoints of `checkpoint` GiB take at most, and whether there is room. (A quota is not seen.)"""
     folder = next(path for path in (config.runs_dir.absolute(), *config.runs_dir.absolute().parents) if path.is_dir())
     most, free = (config.checkpoint.keep + 1) * checkpoint, shutil.disk_usage(folder).free / memory.GIB
     return (f"checkpoints: {checkpoint:,.0f} GiB each, {most:,.0f} while one is written beside checkpoint.keep="

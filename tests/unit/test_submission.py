@@ -85,7 +85,7 @@ def test_what_is_refused(overrides, parts, capsys):
 # If this fails, a run that fills the disk with its checkpoints is queued without a word.
 def test_the_disk_that_checkpoints_take(capsys):
     assert dry_run(MATH) == 0
-    # Policy and critic, 14 bytes of each parameter, but 2 of the critic's frozen attention and none of a vocabulary head.
+    # 14 bytes of each parameter of policy and critic, but 2 of the critic's frozen attention.
     assert "checkpoints: 782 GiB each, 2,346 while one is written beside checkpoint.keep=2" in capsys.readouterr().out
 
 
