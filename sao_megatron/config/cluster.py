@@ -67,7 +67,7 @@ class ClusterSection(Section):
     """Most seconds for the check of all nodes before the roles start (placement/preflight.py); 0 = no check."""
     interface: str | None = None
     """Network interface for NCCL's and Gloo's sockets, such as eth0 (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME); None =
-    the one that reaches the head node."""
+    they choose: NCCL InfiniBand's, else the first, Gloo the one of the host name's address."""
     environment: dict[str, str] = {}
     """Environment variables of all processes, such as NCCL_IB_HCA."""
     venv: Path | None = None

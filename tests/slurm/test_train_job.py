@@ -30,6 +30,8 @@ def test_a_night(job: Job):
     job.until(job.steps, "the first step")
     assert [event.what for event in job.events("node_excluded")] == ["node3"]
     assert "does not see the run's folder" in job.events("node_excluded")[0].why
+    cluster.power_off("node3")
+    cluster.power_on("node3")  # repaired
     assert job.run.engine_urls()[0].startswith("http://127.0.0.14:")
 
     job.find("sao_megatron.engine.cpu").send_signal(signal.SIGKILL)
