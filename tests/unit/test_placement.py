@@ -10,7 +10,7 @@ from torch.distributed import HashStore
 
 from sao_megatron import config as run_config
 from sao_megatron.blame import first_task
-from sao_megatron.errors import RunError, UserError
+from sao_megatron.errors import RunError, Unfinished, UserError
 from sao_megatron.launcher import _refuse_a_crash_loop
 from sao_megatron.placement.allocation import Allocation, Node
 from sao_megatron.placement.preflight import (
@@ -67,6 +67,19 @@ def test_too_few_nodes(tmp_path, count, bad, message):
     config = run_config.parse({"name": "run", "task": {"name": "guess_number"}, "model": {"path": "m"}, **H100})
     with pytest.raises(UserError, match=message):
         assign(config.cluster, [nodes(*range(1, count + 1))], dict.fromkeys(bad, "broken"))
+
+
+# If one fails, a single bad node among many ends the night, or a fault of all nodes sends the job round for ever.
+@pytest.mark.parametrize(("bad", "by_script", "error"), [
+    (["n3"], True, Unfinished), (["n1"], True, Unfinished), (["n3", "n4"], True, UserError),
+    (["n3"], False, UserError)])
+def test_a_bad_node_without_a_spare(tmp_path, monkeypatch, bad, by_script, error):
+    unwanted = tmp_path / "unwanted"
+    if by_script:
+        monkeypatch.setenv("SAO_EXCLUDE", str(unwanted))
+    with pytest.raises(error, match=f"{bad[0]}.* failed the preflight: broken"):
+        place(tmp_path, [nodes(1, 2, 3, 4)]).leave_out(dict.fromkeys(bad, "broken"))
+    assert not unwanted.exists() if error is UserError else unwanted.read_text().split() == bad
 
 
 # If this fails, ranks do not find each other, or two engines share GPUs or ports.
