@@ -93,9 +93,9 @@ def test_steps_of_a_job_with_gpus(tmp_path):
     assert f"--output={tmp_path}/run/logs/77/learner-%t.log" in learner.command and len(learner.parts) == 16
     assert learner.environment["MASTER_ADDR"] == plan.address == "10.0.0.1"
     assert learner.environment["NCCL_SOCKET_IFNAME"] == "ib0" and learner.environment["NCCL_IB_HCA"] == "mlx5"
-    assert learner.environment["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    assert learner.environment["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     assert learner.environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"  # the recipe's goes before ours
-    assert not any("PYTORCH_CUDA_ALLOC_CONF" in engine.environment for engine in plan.engines)
+    assert not any("PYTORCH_ALLOC_CONF" in engine.environment for engine in plan.engines)
     where = [" ".join(word for word in spec.command if word.startswith(("--nodelist=", "CUDA_VISIBLE_DEVICES=")))
              for spec in plan.engines]
     assert where == [f"--nodelist={node} CUDA_VISIBLE_DEVICES={gpus}" for node in ("n3", "n4")
