@@ -106,6 +106,7 @@ def test_a_twin_trains(submit, job: Job, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "step       8 of 8" in shown and "time limit, with a checkpoint" in shown, shown
 
+    job.cluster.restore()
     converted = job.run.path / "converted"
     job.submit_script("convert.sbatch", "--nodes=2", "--ntasks-per-node=1", "--mem=0", arguments=[
         "hf-to-megatron", str(job.run.export_path), str(converted)])
