@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from sao_megatron.config.run import RunConfig
 from sao_megatron.errors import UserError
+from sao_megatron.files import write_whole
 
 _WHOLE = re.compile(r"[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]*|[1-9][0-9_]*)$")
 
@@ -89,5 +90,6 @@ def _known_keys(location: tuple) -> list[str]:
 
 
 def save(config: RunConfig, path: Path) -> None:
-    """Write the resolved config, every default spelled out."""
-    path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+    """Write the resolved config, every default spelled out; a run that goes on replaces its own, and a crash meanwhile
+    must not cost it."""
+    write_whole(path, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sao_megatron.checkpoints import sync
+from sao_megatron.errors import RunError
+from sao_megatron.files import sync
 from sao_megatron.weights.folder import CHECKSUMS, INDEX, SafetensorsFolder, checksum
 from sao_megatron.weights.hf import is_mtp, read_config
 
@@ -35,6 +37,7 @@ class Entry:
 
 
 def partial_of(folder: Path) -> Path:
+    folder = folder.absolute()  # "." has no name
     return folder.with_name(folder.name + ".partial")
 
 
@@ -66,7 +69,10 @@ def write_files(stream: Iterator[tuple[str, Tensor]], partial: Path, prefix: str
 
 def _write_file(tensors: dict[str, Tensor], path: Path) -> None:
     unfinished = path.with_suffix(".tmp")
-    save_file(tensors, unfinished, metadata={"format": "pt"})
+    try:
+        save_file(tensors, unfinished, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise RunError(f"{path} cannot be written ({error}): is its disk full?") from None
     unfinished.chmod(0o644)  # safetensors lets only the owner read
     sync(unfinished)
     unfinished.rename(path)

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -13,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sao_megatron.errors import UserError
+from sao_megatron.errors import RunError, UserError
 from sao_megatron.weights.folder import SafetensorsFolder
 from sao_megatron.weights.hf import check_mtp
 from sao_megatron.weights.saving import Entry, finish, partial_of, write_files
@@ -76,6 +77,21 @@ def test_multi_token_prediction_is_kept_as_it_came(tmp_path, model_dir):
     with pytest.raises(UserError, match=r"has no layers for multi-token prediction \(model.layers.3 …\)"):
         (model_dir / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
         check_mtp(model_dir)
+
+
+@pytest.mark.parametrize("room", [100, 1500])
+def test_a_full_disk_is_named(tmp_path, room):
+    """If this fails, an export that does not fit on the disk ends in a traceback of the library's."""
+    partial = partial_of(tmp_path / "out")
+    partial.mkdir()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        with pytest.raises(RunError, match="model-00000.safetensors cannot be written .* is its disk full"):
+            write_files(tensors(), partial, "model", max_bytes=3000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(partial.glob("*.safetensors"))
 
 
 def count_calls(run, kill_at: int | None = None) -> int:
