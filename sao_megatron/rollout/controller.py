@@ -177,7 +177,7 @@ class _Controller:
     async def _episode(self, seq: int) -> Trajectory:
         prompt = self.task.prompt(seq // self.settings.group)
         diary = self.half_done.diary(seq) if self.half_done else None
-        with self.pool.seat(priority=-seq) as client:
+        with self.pool.seat(priority=-seq, group=seq // self.settings.group) as client:
             return await run_episode(client, self.task, prompt, self.settings, seq, diary)
 
     def _ended(self, episode: asyncio.Task) -> None:
