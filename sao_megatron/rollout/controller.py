@@ -195,7 +195,7 @@ class _Controller:
             if self.half_done:
                 self.half_done.give_up(seq)
         outcome = trajectory is not None and trajectory.status is not Status.ERROR
-        if self.deal.end(seq, outcome) and outcome:
+        if self.deal.end(seq, outcome) and outcome and self.config.rollout.redundancy:
             self._cancel_group(seq // self.settings.group)
         if trajectory is not None:
             self._append(trajectory, seq)
