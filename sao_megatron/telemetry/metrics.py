@@ -32,7 +32,11 @@ _MASK = (
 
 METRICS = (
     *(Metric(f"mask/{name}", unit, meaning) for name, unit, meaning in _MASK),
-    Metric("mask/dropped_by_trajectory", "share", "mean over trajectories of the dropped share of each"),
+    Metric("mask/kept", "share", "neither dropped nor recovered"),
+    Metric("mask/dropped_by_trajectory", "share", "mean over trajectories of the dropped share of each: long ones "
+           "count no more than short ones"),
+    Metric("mask/dropped_low_by_trajectory", "share", "the same of those dropped low"),
+    Metric("mask/dropped_high_by_trajectory", "share", "the same of those dropped high"),
     Metric("ratio/log_mean", "nats", "mean of log r, r = π_θ / π_rollout"),
     Metric("ratio/log_abs_mean", "nats", "mean of |log r|: how far the policy has moved from what sampled the batch"),
     Metric("mismatch/mean", "nats", "mean |log r| of the tokens of lag 0, which the same weights sampled and trained: "
@@ -154,9 +158,9 @@ reduced once a step.
 """
 _BREAKDOWNS = """## Broken down
 
-`mask/…` but for `dropped_by_trajectory`, and the share of the step's action tokens (`tokens`), for the tokens of one
-bucket: `by_lag/dropped_low 3-4` is the share of the tokens of lag 3 and 4 that were dropped because their ratio is too
-low. A bucket without tokens has no value in that step.
+`mask/…` but for `kept` and `…_by_trajectory`, and the share of the step's action tokens (`tokens`), for the tokens of
+one bucket: `by_lag/dropped_low 3-4` is the share of the tokens of lag 3 and 4 that were dropped because their ratio is
+too low. A bucket without tokens has no value in that step.
 """
 _ALARMS = """## Alarms
 
