@@ -154,7 +154,7 @@ included). `writers.jsonl=true` also writes them to metrics.jsonl in the run's f
 
 This page is made by `python -m sao_megatron.telemetry.metrics > docs/metrics.md`; a test holds it to the code. Shares
 are of the step's action tokens unless they say otherwise. All of it is summed where the tokens are, on the ranks, and
-reduced once a step.
+reduced once a step; files are written in a thread beside the learner.
 """
 _BREAKDOWNS = """## Broken down
 
@@ -198,12 +198,14 @@ updates, and one of the policy where its behaviour policy is recomputed. Padding
 not count. `tests/unit/test_flops.py` holds the numbers of a forward to those that PyTorch counts in Transformers'
 models. Peaks are NVIDIA's for dense bfloat16."""
 _CLOSING = """Histograms: `lag/tokens` and `ratio/log` (log r, 120 fixed bins from −3 to 3 and two open ones), the same
-bins in every step and run. Images, redrawn every 50 steps: `heat/…`, the dropped share by bucket and step,
-`heat/seconds`, the seconds of a step by phase, and `heat/advantage_ratio`, the step's action tokens by advantage and
-log r. The custom-scalars page is the place to start:
-reward, dropped share by side, effective sample size, discarded mass, lag. The text `worst`, written as often, shows the
-trajectories of the steps since the last one that lost most tokens, each token with its fate; with `tokens.page`, the
-address under which you serve the page of `sao-megatron inspect --html`, its tokens are links there."""
+bins in every step and run. Images: `heat/…`, the dropped share by bucket and step, `heat/seconds`, the seconds of a
+step by phase, and `heat/advantage_ratio`, the last step's action tokens by advantage and log r. They are drawn every
+ten steps, or less often where that would take more than 1 % of the time, and at the end. The custom-scalars page is the
+place to start: reward, dropped share by side, effective sample size, discarded mass, lag. The text `worst`, written as
+often as the images, has the token strings that were dropped most since the last one, and the trajectories that lost
+most tokens, each token with its fate. Its tokens are links to the trajectory's place on the page that `sao-megatron
+inspect runs/<name> --serve` shows on this machine; `tokens.page` is another address under which you serve a page of
+`inspect --html`."""
 
 if __name__ == "__main__":
     print(markdown())

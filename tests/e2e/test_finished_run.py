@@ -98,7 +98,8 @@ def test_every_metric_is_documented(steps):
 
 # If this fails, pictures that docs/metrics.md names are missing.
 def test_images_in_tensorboard(events):
-    assert set(events.Tags()["images"]) == {"heat/lag", "heat/position", "heat/turn", "heat/seconds"}
+    assert set(events.Tags()["images"]) == {"heat/lag", "heat/position", "heat/turn", "heat/seconds",
+                                            "heat/advantage_ratio"}
 
 
 # If this fails, whoever reads metrics.jsonl sees another run.
