@@ -108,7 +108,7 @@ NUMBERED = (
     Metric("sglang/cache_used …", "share", "of its KV cache"),
     Metric("sglang/cache_hits …", "share", "of prompt tokens that its prefix cache held"),
 )
-"""One for each GPU or engine: … is rank-0, other-0 or the engine's index."""
+"""One for each GPU or engine: … is rank-0, engine-0.1 or the engine's index."""
 _TASK_MEANING = "task of its trajectory"
 
 
@@ -180,9 +180,9 @@ steps, `entropy_…` of its mean in the first ten updates, `reward_drop` of the 
 """
 _MACHINES = """## Machines
 
-`gpu/… rank-3` is the GPU of learner rank 3, `gpu/… other-0` a GPU of rank 0's machine that is no rank's (an engine's,
-with `sao-megatron train`); both need `nvidia-ml-py`. `sglang/… 0` is what engine 0 says of itself in its /metrics,
-looked at every 2 s. GPUs of machines on which only engines run are not read: SGLang's numbers are all there is of them.
+`gpu/… rank-3` is the GPU of learner rank 3, `gpu/… engine-2.0` the first GPU of engine 2, wherever it runs; both need
+`nvidia-ml-py`. `sglang/… 2` is what engine 2 says of itself in its /metrics. Engines are looked at every 2 s, and their
+GPUs read every 5 s, over which what is a mean here is taken of an engine's.
 """
 _FLOPS = """### FLOPs and MFU
 

@@ -34,7 +34,7 @@ MAX_LAG = "max_lag"
 ALARMS = "alarms"
 """Key of the state: [[step, sentence], ...] of the last alarms."""
 ENGINES = "engines"
-"""Key of the state: what each engine last said of itself, {name: number}, or null."""
+"""Key of the state: metrics of the engines and their GPUs, by name, as they were a moment ago."""
 LOCK_TIMEOUT = 60.0  # seconds to wait for another process's write, which takes milliseconds
 
 _SCHEMA = f"""
