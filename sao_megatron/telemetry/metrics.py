@@ -201,9 +201,9 @@ _CLOSING = """Histograms: `lag/tokens` and `ratio/log` (log r, 120 fixed bins fr
 bins in every step and run. Images: `heat/…`, the dropped share by bucket and step, `heat/seconds`, the seconds of a
 step by phase, and `heat/advantage_ratio`, the last step's action tokens by advantage and log r. They are drawn every
 ten steps, or less often where that would take more than 1 % of the time, and at the end. The custom-scalars page is the
-place to start: reward, dropped share by side, effective sample size, discarded mass, lag. The text `worst`, written as
-often as the images, has the token strings that were dropped most since the last one, and the trajectories that lost
-most tokens, each token with its fate. Its tokens are links to the trajectory's place on the page that `sao-megatron
+place to start: reward, dropped share by side, effective sample size, discarded mass, lag. The text `worst`, every 50
+steps, has the token strings that were dropped most since the last one, and the trajectories that lost most tokens, each
+token with its fate. Its tokens are links to the trajectory's place on the page that `sao-megatron
 inspect runs/<name> --serve` shows on this machine; `tokens.page` is another address under which you serve a page of
 `inspect --html`."""
 

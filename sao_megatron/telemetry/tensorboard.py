@@ -22,6 +22,8 @@ DRAW_EVERY = 10
 """Fewest steps between two drawings of the pictures."""
 DRAW_SHARE = 0.01
 """Most of the run's time that drawing takes."""
+TELL_EVERY = 50
+"""Steps between two texts of the worst trajectories."""
 LAYOUT = {
     "How is it going?": {
         "reward": ["Multiline", ["reward/mean", "reward/solve_rate"]],
@@ -83,6 +85,8 @@ class TensorBoardWriter:
         self._joint, self._undrawn = statistics.joint, True
         if len(self._steps) % DRAW_EVERY == 0 and time.monotonic() >= self._draw_after:
             self._draw()
+        if len(self._steps) % TELL_EVERY == 0:
+            self._tell()
 
     def alarm(self, step: int, sentence: str) -> None:
         """Mark the step: a sentence on the text page, and 1 under alarm/ on the scalar page."""
@@ -90,7 +94,6 @@ class TensorBoardWriter:
         self._writer.add_scalar(f"alarm/{sentence.partition(' ')[0]}", 1.0, step)
 
     def _draw(self) -> None:
-        """The pictures, and the text of the worst trajectories since the last time."""
         begin, step = time.monotonic(), self._steps[-1]
         for name in heatmaps.DRAWN:
             if figure := heatmaps.dropped_by(name, self._steps, self._metrics):
@@ -98,10 +101,12 @@ class TensorBoardWriter:
         if figure := heatmaps.phases(self._steps, self._metrics):
             self._writer.add_figure("heat/seconds", figure, step)
         self._writer.add_figure("heat/advantage_ratio", heatmaps.advantage_ratio(self._joint), step)
-        if self._worst and (text := self._worst.take()):
-            self._writer.add_text("worst", text, step)
         self._undrawn = False
         self._draw_after = time.monotonic() + (time.monotonic() - begin) / DRAW_SHARE
+
+    def _tell(self) -> None:
+        if self._worst and (text := self._worst.take()):
+            self._writer.add_text("worst", text, self._steps[-1])
 
     def _histogram(self, name: str, counts: np.ndarray, edges: np.ndarray, step: int) -> None:
         """Add counts of fixed bins (one edge more than counts), without the empty bins at both ends.
@@ -119,6 +124,7 @@ class TensorBoardWriter:
     def close(self) -> None:
         if self._undrawn:
             self._draw()
+            self._tell()
         self._writer.close()
 
 
