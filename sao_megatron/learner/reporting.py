@@ -13,7 +13,7 @@ from sao_megatron.telemetry.records import Recorded, Recorder
 from sao_megatron.telemetry.slowing import Slowing
 from sao_megatron.telemetry.statistics import Statistics
 from sao_megatron.telemetry.writers import open_writers
-from sao_megatron.trajectory.store import ALARMS, MAX_LAG, Store
+from sao_megatron.trajectory.store import ALARMS, MAX_LAG, STOPPED, Store
 
 log = logging.getLogger("learner")
 MOST_ALARMS = 100
@@ -80,6 +80,7 @@ class Reporter:
             self._beside.call(writer.alarm, step, sentence)
         if self.config.alarms.on_alarm == "stop":
             self.close()
+            self.store.set_state(STOPPED, sentence)
             raise RunError(f"stopped by an alarm at step {step} (alarms.on_alarm=stop): {sentence}")
         if self.config.alarms.on_alarm == "pause":
             self.folder.paused_path.write_text(f"step {step}: {sentence}\n")
