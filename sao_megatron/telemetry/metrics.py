@@ -5,6 +5,7 @@ table; tests/e2e holds the metrics of a real run to it.
 """
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 from sao_megatron.config import AlarmSection
@@ -109,12 +110,28 @@ NUMBERED = (
     Metric("sglang/cache_hits …", "share", "of prompt tokens that its prefix cache held"),
 )
 """One for each GPU or engine: … is rank-0, engine-0.1 or the engine's index."""
+ELSEWHERE = (
+    Metric("alarm/…", "1", "in TensorBoard, at each step that raised the alarm of this name (below)"),
+    Metric("evaluation/solve_rate", "share", "of an evaluation's episodes, the mean over its sets by their weights"),
+    Metric("evaluation/<set>/solve_rate", "share", "of the set's episodes"),
+    Metric("evaluation/<set>/reward", "reward", "mean of its episodes"),
+    Metric("evaluation/<set>/pass@k", "share", "of the set's prompts, those of which one of k episodes is solved, "
+           "for k = 1, 2, 4 … samples (an unbiased estimate)"),
+    Metric("evaluation/<set>/avg@k", "share", "of the k samples of a prompt, those that are solved, mean over prompts"),
+    Metric("evaluation/<set>/errors", "episodes", "of which the environment failed"),
+    Metric("evaluation/<set>/first_version", "version", "of the oldest weights that sampled a token of it"),
+    Metric("evaluation/<set>/last_version", "version", "of the newest"),
+)
+"""Scalars of TensorBoard beside a step's metrics. … is an alarm's name, k a number."""
 _TASK_MEANING = "task of its trajectory"
 
 
 def known(name: str) -> bool:
-    """Is `name` a metric of the table, or one of its breakdowns?"""
+    """Is `name` a metric of the tables, or one of the breakdowns?"""
     if name in {metric.name for metric in METRICS} or f"{name.rpartition(' ')[0]} …" in {m.name for m in NUMBERED}:
+        return True
+    if any(re.fullmatch(re.escape(m.name).replace("…", r"\w+").replace("<set>", "[^/]+").replace("@k", r"@\d+"), name)
+           for m in ELSEWHERE):
         return True
     folder, _, rest = name.partition("/")
     field, _, bucket = rest.partition(" ")
@@ -126,10 +143,9 @@ def known(name: str) -> bool:
 
 def markdown() -> str:
     """docs/metrics.md."""
-    rows = ["| name | unit | meaning |", "|---|---|---|",
-            *(f"| `{m.name}` | {m.unit} | {m.meaning} |" for m in METRICS)]
-    numbered = ["| name | unit | meaning |", "|---|---|---|",
-                *(f"| `{m.name}` | {m.unit} | {m.meaning} |" for m in NUMBERED)]
+    rows, numbered, elsewhere = (
+        ["| name | unit | meaning |", "|---|---|---|", *(f"| `{m.name}` | {m.unit} | {m.meaning} |" for m in table)]
+        for table in (METRICS, NUMBERED, ELSEWHERE))
     meanings = {name: buckets.meaning for name, buckets in BREAKDOWNS.items()} | {"task": _TASK_MEANING}
     buckets = {name: ", ".join(b.names) for name, b in BREAKDOWNS.items()} | {"task": "the tasks' names"}
     broken = ["| breakdown | a token's bucket | buckets |", "|---|---|---|",
@@ -137,7 +153,7 @@ def markdown() -> str:
     alarms = ["| alarm | rings | cause, and what to try |", "|---|---|---|",
               *map(_alarm, rules(AlarmSection(), max_lag=0))]
     return "\n".join((_INTRODUCTION, *rows, "", _BREAKDOWNS, *broken, "", _CLOSING, "",
-                      _MACHINES, *numbered, "", _FLOPS, "", _ALARMS, *alarms))
+                      _ELSEWHERE, *elsewhere, "", _MACHINES, *numbered, "", _FLOPS, "", _ALARMS, *alarms))
 
 
 def _alarm(rule: Rule) -> str:
@@ -165,9 +181,9 @@ too low. A bucket without tokens has no value in that step.
 _ALARMS = """## Alarms
 
 Rules over these metrics (`telemetry/alarms.py`) with the limits of the config section `alarms`. One that rings is a
-line in the terminal and in the learner's log, and a text in TensorBoard; `alarms.on_alarm` says whether the run goes on
-(`warn`), goes on with fresher samples (`slow`), waits until the file `PAUSED` in its folder is deleted (`pause`) or
-ends (`stop`). A run that is resumed remembers what its steps so far did to the alarms.
+line in the terminal and in the learner's log, and a text and a mark (`alarm/…`) in TensorBoard; `alarms.on_alarm` says
+whether the run goes on (`warn`), goes on with fresher samples (`slow`), waits until the file `PAUSED` in its folder is
+deleted (`pause`) or ends (`stop`). A run that is resumed remembers what its steps so far did to the alarms.
 
 `slow`: while `mask_share`, `effective_sample_size`, `discarded_mass` or `lag_beyond_bound` is raised, pacing admits one
 version of lag less than before, and again one less after each 2·(rollout.max_lag + 1) steps in which it is still
@@ -177,6 +193,10 @@ may wait for the learner meanwhile: that is the price. Other alarms only warn, s
 Rules about the engine need 30 tokens of lag 0 in a step. `gradient_norm` is in units of its median of the last 50
 steps, `entropy_…` of its mean in the first ten updates, `reward_drop` of the best mean of twenty steps (at least 0.1),
 `lag_beyond_bound` in versions of mean lag above rollout.max_lag.
+"""
+_ELSEWHERE = """## Alarms and evaluations
+
+Only in TensorBoard; `sao-megatron summary` has the evaluations too.
 """
 _MACHINES = """## Machines
 
@@ -201,11 +221,12 @@ _CLOSING = """Histograms: `lag/tokens` and `ratio/log` (log r, 120 fixed bins fr
 bins in every step and run. Images: `heat/…`, the dropped share by bucket and step, `heat/seconds`, the seconds of a
 step by phase, and `heat/advantage_ratio`, the last step's action tokens by advantage and log r. They are drawn every
 ten steps, or less often where that would take more than 1 % of the time, and at the end. The custom-scalars page is the
-place to start: reward, dropped share by side, effective sample size, discarded mass, lag. The text `worst`, every 50
-steps, has the token strings that were dropped most since the last one, and the trajectories that lost most tokens, each
-token with its fate. Its tokens are links to the trajectory's place on the page that `sao-megatron
-inspect runs/<name> --serve` shows on this machine; `tokens.page` is another address under which you serve a page of
-`inspect --html`."""
+place to start: reward, dropped share by side, effective sample size, discarded mass, lag.
+
+The text `worst`, every 50 steps, has the token strings that were dropped most since the last one, and the trajectories
+that lost most tokens, each token with its fate. Its links lead to the page of the trajectory's step that
+`sao-megatron inspect runs/<name> --serve` shows to browsers on the same machine, or, with `tokens.page`, to the address
+under which you serve a page of `inspect --html`."""
 
 if __name__ == "__main__":
     print(markdown())
