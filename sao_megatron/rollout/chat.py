@@ -157,12 +157,14 @@ class Chat:
         self.messages.append(self.template.reply(action, self.tools, words))
         return self.messages[-1]
 
-    def add(self, messages: list[Message]) -> Continuation:
-        """What follows the sampled turn: the new messages, and the beginning of the assistant's next turn.
+    def add(self, messages: list[Message], tools: list[dict] | None = None) -> Continuation:
+        """What follows the sampled turn: the new messages, and the beginning of the assistant's next turn. `tools`:
+        those from now on.
 
         Raises jinja2's TemplateError where the template refuses the messages, and has not taken them in then.
         """
         *earlier, reply = self.messages
+        self.tools = self.tools if tools is None else tools
         new, before = [normal(message) for message in messages], self._text
         self._text = self.template.text([*self.messages, *new], self.tools)
         self.messages = [*self.messages, *new]
