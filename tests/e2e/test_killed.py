@@ -3,17 +3,13 @@ from __future__ import annotations
 
 import signal
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 from real_run import BATCH, END_SECONDS, Run, query, stored
 
-from sao_megatron.rollout.tasks.guess_number import BOS, EOT, HIGHER, LOWER
 from sao_megatron.trajectory.store import Store
-from sao_megatron.trajectory.types import Status
 
-AGENT = Path(__file__).with_name("guessing_agent.py")
 ENDLESS = ["steps=100000", "algorithm.critic_only_steps=0", f"batch.trajectories={BATCH}", "evaluation.episodes=0",
            "warmup.steps=1", "publication.verify_every=0", "engine.restarts=0"]
 
@@ -66,11 +62,9 @@ def test_killed_process_ends_the_run(start_run, words, name, reason):
     check_store(run, appended)
 
 
-# If this fails, Ctrl-C leaves processes behind, or the store in pieces; or what agents of a run say to its gateway does
-# not reach the learner as it was sampled.
-def test_ctrl_c_while_agents_use_the_gateway(start_run):
-    run = start_run("interrupted", *ENDLESS, f"task.name={AGENT}:GuessingAgent", "task.options={}",
-                    "rollout.concurrency=16")
+# If this fails, Ctrl-C leaves processes behind, or the store in pieces.
+def test_ctrl_c(start_run):
+    run = start_run("interrupted", *ENDLESS)
     run.until(lambda: run.steps() >= 3, "three steps")
     appended = run.appended()
     run.process.send_signal(signal.SIGINT)
@@ -78,14 +72,6 @@ def test_ctrl_c_while_agents_use_the_gateway(start_run):
     assert run.err == "sao-megatron: interrupted\n"
     assert run.survivors() == []
     check_store(run, appended)
-    played = stored(run.folder.store_path)
-    assert {trajectory.task for trajectory in played} == {"guessing_agent"}
-    assert {trajectory.status for trajectory in played} == {Status.COMPLETED}
-    for trajectory in played:
-        first, *observed = trajectory.tokens[~trajectory.action_mask].tolist()
-        hints = [token for token in observed if token != EOT]  # which closes a turn that was cut off
-        assert first == BOS and set(hints) <= {HIGHER, LOWER} and trajectory.segments.tolist() == [0]
-        assert len(hints) + 1 == trajectory.info["turns"] == trajectory.turns.max() + 1
 
 
 # If this fails, a `train` that is killed, as by the kernel for want of memory, leaves engines and ranks running.
