@@ -12,6 +12,7 @@ from sao_megatron import launcher
 from sao_megatron.config import LimitsSection
 from sao_megatron.errors import UserError
 from sao_megatron.rollout.episode import EpisodeSettings, run_episode
+from sao_megatron.rollout.half_done import Diary
 from sao_megatron.rollout.tasks import load_task
 from sao_megatron.rollout.tasks.bfcl import MORE_TOOLS, _data, _solutions
 from sao_megatron.rollout.tasks.chat_task import fenced_code
@@ -307,7 +308,7 @@ def test_no_calls_without_a_format(tmp_path, questions):
 
 
 # If this fails, an episode that is cut off or played to its end leaves its session behind, or its trajectory is not
-# what was sampled and shown.
+# what was sampled and shown; or a controller that starts again does not go on where the episode was.
 @pytest.mark.parametrize("turns, status", [(8, Status.COMPLETED), (1, Status.TRUNCATED)])
 def test_episode_with_code(folder, questions, turns, status):
     async def play():
@@ -321,8 +322,12 @@ def test_episode_with_code(folder, questions, turns, status):
                 return task.template.encode(text) + task.stop_token_ids[:1]
             settings = EpisodeSettings(**vars(SETTINGS) | {"limits": LimitsSection(turns=turns), "max_tokens": 4000,
                                                            "max_new_tokens": 100})
-            played = await run_episode(FakeEngine(answers), task, prompt, settings, 0)
-            assert sandbox.open_sessions == 0
+            diary, engine = Diary([], [], 0), FakeEngine(answers)
+            played = await run_episode(FakeEngine(answers), task, prompt, settings, 0, diary)
+            kept = [turn for _, _, turn in diary._pending[:1]]
+            again = await run_episode(engine, task, prompt, settings, 0, Diary(kept, [], 0))
+            assert again.tokens.tolist() == played.tokens.tolist() and len(engine.requests) == played.info["turns"] - 1
+            assert sandbox.open_sessions == 0 and task.replayable
             return played, decode(played.tokens)
     played, text = asyncio.run(play())
     assert (played.status, played.info["solved"]) == (status, status is Status.COMPLETED)

@@ -57,6 +57,8 @@ class Bfcl(ChatTask):
     descriptions: 3,000 to 10,000 tokens.
     """
 
+    replayable = True
+
     def __init__(self, model_dir: str | Path | None, sandbox: Sandbox | None,
                  category: Literal["base", "miss_param", "miss_func", "long_context"] = "base", held_out: int = 40,
                  seed: int = 0, services: list[str] | None = None, tool_parser: str | None = None,

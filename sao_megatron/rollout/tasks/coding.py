@@ -33,6 +33,7 @@ class Coding(ChatTask):
     """
 
     name = "coding"
+    replayable = True
 
     def __init__(self, model_dir: str | Path | None, sandbox: Sandbox | None, prompts: str | None = None,
                  evaluation_prompts: str | None = None, held_out: int = 0, seed: int = 0, tries: int = 1,

@@ -45,6 +45,7 @@ class MathPython(ChatTask):
     """
 
     name = "math_python"
+    replayable = True
 
     def __init__(self, model_dir: str | Path | None, sandbox: Sandbox | None, prompts: str, question: str = "question",
                  answer: str = "answer", evaluation_prompts: str | None = None, held_out: int = 0, seed: int = 0,
