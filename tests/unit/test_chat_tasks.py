@@ -268,6 +268,8 @@ def test_bfcl_of_some_services_with_another_template(tmp_path):
     rows = [task.prompt(index).data for index in range(30)]
     assert {service for row in rows for service in row["involved_classes"]} == {"MathAPI", "GorillaFileSystem"}
     assert len({row["id"] for row in rows}) == 13 + 12 - 3
+    chat = task.environment(task.prompt(0)).chat
+    assert "grep(file_name: string, pattern: string) Search" in task.template.decode(chat.prompt())
     with pytest.raises(UserError, match="chat_template nowhere.jinja does not exist"):
         load_task("bfcl", {"chat_template": "nowhere.jinja"}, plain)
 
