@@ -343,7 +343,7 @@ LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_si
 
 
 # If one fails, a recipe of ours is refused: its task, its prompts, its sandbox.
-@pytest.mark.parametrize("recipe", ["math-python-smollm2-cpu", "bfcl-smollm2-cpu"])
+@pytest.mark.parametrize("recipe", ["math-python-smollm2-cpu", "bfcl-smollm2-cpu", "agent-arithmetic-cpu"])
 def test_recipes_can_start(tmp_path, monkeypatch, recipe):
     from transformers import LlamaConfig, LlamaForCausalLM
     model = chat_folder.save(tmp_path / "model", "forgetful")

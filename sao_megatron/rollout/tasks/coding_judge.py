@@ -14,9 +14,6 @@ import traceback
 from contextlib import suppress
 from typing import Any
 
-# What the tests import is not found where the code can write.
-sys.path[:] = [folder for folder in sys.path if folder and os.path.isdir(folder) and not os.access(folder, os.W_OK)]
-
 
 class _Plain(pickle.Unpickler):
     def find_class(self, module: str, name: str):
@@ -30,6 +27,8 @@ class Candidate:
     """Said where the tests call it with what cannot be handed over, which is not its fault."""
 
     def __init__(self, source: str, name: str):
+        # What the tests import must not be found where the code can write.
+        sys.path[:] = [path for path in sys.path if path and os.path.isdir(path) and not os.access(path, os.W_OK)]
         (asked, ask), (answers, answer) = os.pipe(), os.pipe()
         if os.fork() == 0:
             try:
