@@ -176,11 +176,13 @@ class Session:
 
     def _stop_in(self, action: list[int], part: list[int], stops: list[str]) -> tuple[int, str] | None:
         """(How many of `part` it takes to have said a stop string, the text before it)."""
-        for count in range(1, len(part) + 1) if stops else ():
+        def said(count: int) -> list[int]:
             text = self.template.words(action + part[:count])
-            if places := [text.find(stop) for stop in stops if stop in text]:
-                return count, text[:min(places)]
-        return None
+            return [text.find(stop) for stop in stops if stop in text]
+        if not stops or not said(len(part)):
+            return None
+        count = next(count for count in range(1, len(part) + 1) if said(count))
+        return count, self.template.words(action + part[:count])[:min(said(count))]
 
     def _message(self, chat: Chat, action: list[int], words: str | None) -> dict[str, Any]:
         message = chat.reply(action, words)
