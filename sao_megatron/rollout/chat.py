@@ -208,6 +208,8 @@ class Chat:
 def normal(message: Message) -> Message:
     """The message as templates want it and as two of them are compared: no empty fields, text as one string, a call's
     arguments as a dict. Raises ValueError for what no template can render."""
+    if not isinstance(message, dict):
+        raise ValueError(f"a message is {message!r}: expected an object with role and content")
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str):
         raise ValueError(f"a message's role is {role!r}: expected a string")

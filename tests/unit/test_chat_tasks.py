@@ -87,10 +87,12 @@ def test_maths_with_calls(folder, questions):
 
 # If this fails, models whose template knows no tools cannot run code, or their answer is not found.
 def test_maths_with_blocks(folder, questions):
-    options = {"prompts": questions, "tools": "blocks"}
+    examples = [{"role": "user", "content": "What is 1/1?"}, {"role": "assistant", "content": "An example: \\boxed{1}"}]
+    options = {"prompts": questions, "tools": "blocks", "examples": examples}
     context, steps = talk("math_python", options, folder, "I compute it:\n```python\nprint('seven')\n1/0\n```",
                           lambda prompt: f"\\boxed{{{prompt.data[1]}}}")
-    assert "```output\nseven\nTraceback" in context and "ZeroDivisionError" in context and "<tools>" not in context
+    assert context.index("An example") < context.index("/2?") < context.index("```output\nseven\nTraceback")
+    assert "ZeroDivisionError" in context and "<tools>" not in context
     assert steps[1].done and steps[1].info == {"solved": True, "calls": 1, "answered": True}
 
 
@@ -294,6 +296,7 @@ def test_text_game(folder):
     ("textarena", {"game": "NoGame-v0"}, "NoGame-v0.*cannot be played"),
     ("math_python", {"prompts": "nowhere.jsonl"}, "nowhere.jsonl do not exist"),
     ("math_python", {"prompts": "x", "tools": "shell"}, "expected calls or blocks"),
+    ("math_python", {"prompts": "x", "examples": ["1 is 1"]}, "a message is '1 is 1'"),
     ("bfcl", {"category": "memory"}, "expected one of base"), ("coding", {"tries": 0}, "tries=0")])
 def test_refused(folder, name, options, match):
     with pytest.raises(UserError, match=match):
