@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -26,7 +27,7 @@ from sao_megatron.learner.reporting import Reporter
 from sao_megatron.learner.speed import Speed
 from sao_megatron.learner.trainer import StepResult, Trainer
 from sao_megatron.run_folder import RunFolder
-from sao_megatron.telemetry.records import Recorded, Recorder
+from sao_megatron.telemetry.records import Recorded
 from sao_megatron.trajectory.store import Store, within
 from sao_megatron.trajectory.types import Trajectory, decode, encode
 from sao_megatron.trajectory.versions import version_of
@@ -74,7 +75,6 @@ class Learner:
         self.step = self.first_step
         self.speed = Speed(config, hf_config, self.trainer.preset, self.store)
         self.reporter = Reporter(config, folder, self.store, self.first_step) if self.is_head else None
-        self.recorder = Recorder(folder.tokens_dir, config.tokens.limit_mb, self.model_dir / "tokenizer.json")
 
     def _begin(self) -> tuple[Checkpoint | None, int]:
         """The checkpoint to go on from and this learner's generation, the same on every rank; fits the store to it."""
@@ -157,9 +157,10 @@ class Learner:
         return True
 
     def _save_before_the_end(self, steps: int) -> None:
+        self.saver.finish()
         if self.config.checkpoint.every and self.saver.newest < steps:
             log.info("told to end: saving a checkpoint of step %d", steps)
-            self.saver.save(steps, self.updates)
+            self._begin_to_save(steps)
         self.saver.finish()
 
     def _step(self, step: int) -> bool:
@@ -169,19 +170,20 @@ class Learner:
             trajectories = self._lease(step)
         if trajectories is None:
             return False
-        result = self.trainer.train_step(trajectories, self.version, update_policy, self.clock.phase)
-        recorded = self._record(step, trajectories, result)
-        metrics = result.metrics | batch_metrics(trajectories, self.version) | {
+        version = self.version
+        result = self.trainer.train_step(trajectories, version, update_policy, self.clock.phase)
+        recorded = self._recorded(step, trajectories, result)
+        metrics = result.metrics | batch_metrics(trajectories, version) | {
             "policy_updated": update_policy, "publication/paused": self.publisher.paused if self.publisher else 0.0}
-        if self.config.rollout.routing_replay:
-            metrics["routing/replayed"] = replayed_share(trajectories)
         self.updates += update_policy
         machines = self.speed.machines()
         if self.is_head:
+            if self.config.rollout.routing_replay:
+                metrics["routing/replayed"] = replayed_share(trajectories)
             metrics |= machines | self.reporter.pacing() | self.speed.rates(
                 self.clock.restart(), metrics, trajectories, result, update_policy)
             self.store.mark_trained(step, self.version, [t.id for t in trajectories], metrics, self.owner)
-            self.reporter.step(step, metrics, result.statistics, recorded)
+            self.reporter.step(step, version, metrics, result.statistics, recorded)
         if self.publisher:
             with self.clock.phase("publish"):
                 if update_policy:
@@ -192,22 +194,25 @@ class Learner:
             self._save(step + 1)
         return True
 
-    def _record(self, step: int, trajectories: list[Trajectory], result: StepResult) -> list[Recorded]:
-        """Write the step's token records, and return them on rank 0 (collective)."""
+    def _recorded(self, step: int, trajectories: list[Trajectory], result: StepResult) -> list[Recorded]:
+        """The step's token records on rank 0 (collective)."""
         section = self.config.tokens
         if not section.trajectories or step % section.every:
             return []
-        records = gather_records(result.batches, trajectories, section.trajectories, (self.config.seed, step))
-        self.recorder.write(step, self.version, records)
-        return records
+        return gather_records(result.batches, trajectories, section.trajectories, (self.config.seed, step))
 
     def _save(self, steps: int) -> None:
         """A checkpoint, if it is time for one; only after the store has recorded the step."""
         every = self.config.checkpoint.every
         if every and (steps % every == 0 or steps == self.config.total_steps):
-            self.saver.save(steps, self.updates)
+            self._begin_to_save(steps)
         else:
             self.saver.advance()
+
+    def _begin_to_save(self, steps: int) -> None:
+        if self.is_head:
+            self.reporter.settle()  # a learner that goes on from the checkpoint does not write these steps again
+        self.saver.save(steps, self.updates)
 
     @property
     def owner(self) -> str:
@@ -216,27 +221,27 @@ class Learner:
 
     def _lease(self, step: int) -> list[Trajectory] | None:
         """The next batch, the same on every rank; None if told to end. Rank 0 waits, and tells the others every few
-        seconds."""
+        seconds. It alone has the recorded routing, which is dealt out when it is known who needs what of it."""
         deadline = time.monotonic() + self.config.rollout.starvation_timeout
         while True:
+            leased: list[Trajectory] | None = []
             if self.is_head and self.folder.paused_path.exists():
                 log.info("paused until %s is deleted: %s", self.folder.paused_path,
                          self.folder.paused_path.read_text().strip())
                 deadline += PAUSE
                 time.sleep(PAUSE)
-                message: list = [[]]
             elif self.is_head and self._awaits_evaluation():
                 deadline += LOOK
                 time.sleep(LOOK)
-                message = [[]]
-            else:
-                message = [self._poll(step, deadline) if self.is_head else None]
+            elif self.is_head:
+                leased = self._poll(step, deadline)
+            message = [leased and [encode(replace(one, routing=None)) for one in leased]]
             dist.broadcast_object_list(message, src=0)
             if message[0] is None:
                 return None
             self.heart.beat(f"wait of step {step}")
             if message[0]:
-                return [decode(blob) for blob in message[0]]
+                return leased if self.is_head else [decode(blob) for blob in message[0]]
             if self.publisher:
                 self.publisher.publish(self.version)  # to engines that came back meanwhile
 
@@ -250,7 +255,7 @@ class Learner:
             return False
         return sum(row.name == within(self.updates) for row in self.store.evaluations()) < section.count
 
-    def _poll(self, step: int, deadline: float, seconds: float = 10.0) -> list[bytes] | None:
+    def _poll(self, step: int, deadline: float, seconds: float = 10.0) -> list[Trajectory] | None:
         """Up to `seconds` of waiting for a full batch; [] if there is none yet, None if the store says to stop."""
         count, until = self.config.batch.trajectories, time.monotonic() + seconds
         while time.monotonic() < until:
@@ -259,7 +264,7 @@ class Learner:
             if leased := self.store.lease(count, self.owner, self.version, self.config.rollout.max_token_lag,
                                           self.trainer.preset.rollouts_per_prompt, step,
                                           self.config.rollout.redundancy):
-                return [encode(self._checked(trajectory)) for trajectory in leased]
+                return [self._checked(trajectory) for trajectory in leased]
             if self.publisher is None:
                 raise RunError(f"the recorded trajectories are used up: step {step} needs {count}, the store holds "
                                f"{self.store.counts()}: ask for fewer steps")

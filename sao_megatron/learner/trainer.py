@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 import torch
@@ -32,7 +33,7 @@ from sao_megatron.learner.passes import (DeviceBatch, local_batches, local_micro
                                          reduce_statistics, reports, to_device, to_numpy)
 from sao_megatron.learner.routing_replay import RoutingReplay
 from sao_megatron.telemetry.statistics import Statistics, Tokens
-from sao_megatron.trajectory.packing import mini_batches, pack
+from sao_megatron.trajectory.packing import MicroBatch, mini_batches, pack
 from sao_megatron.trajectory.types import Trajectory
 from sao_megatron.trajectory.versions import lag
 from sao_megatron.weights.hf import TensorSource
@@ -61,8 +62,7 @@ class Trainer:
         self.policy_shards = ShardMap(module, hf_config)
         if source is not None:
             self.policy_shards.load(source)
-        if config.rollout.routing_replay:
-            RoutingReplay(module)
+        self.replay = RoutingReplay(module) if config.rollout.routing_replay else None
         self.expert_load = ExpertLoad(module) if module.config.num_moe_experts else None
         self.policy_ddp = wrap(module)
         self.policy: Optimized | None = None
@@ -88,7 +88,8 @@ class Trainer:
 
     def train_step(self, trajectories: list[Trajectory], version: int, update_policy: bool = True,
                    timer=None) -> StepResult:
-        """One learner step on a global batch (the same list on every rank). `version` is the learner's."""
+        """One learner step on a global batch (the same list on every rank; only rank 0's need have their routing).
+        `version` is the learner's."""
         minis = self._mini_batches(trajectories)
         batches = [batch for mini in minis for batch in mini.batches]
         statistics, metrics = Statistics(tuple(sorted({t.task for t in trajectories}))), {}
@@ -183,7 +184,7 @@ class Trainer:
     @torch.no_grad()
     def score(self, trajectories: list[Trajectory], temperature: float = 1.0) -> list[np.ndarray]:
         """log π_θ of each trajectory's action tokens under the current policy, on every rank; float32 [n] each."""
-        batches = local_batches(trajectories, self.config)
+        batches = self._on_device(local_micro_batches(trajectories, self.config), trajectories)
         objectives = [NegativeLogLikelihood() for _ in batches]
         outputs = policy_pass(self.policy_ddp, batches, objectives, temperature, forward_only=True)
         mine = {}
@@ -205,26 +206,29 @@ class Trainer:
             longest = max(len(batch.tokens) for batches in packed for batch in batches)
             packed = [[pack(batch.trajectories, longest, parallel.sequence_multiple) for batch in batches]
                       for batches in packed]
-        return [MiniBatch(part, [to_device(batch) for batch in batches])
+        on_device = iter(self._on_device([batch for batches in packed for batch in batches], trajectories))
+        return [MiniBatch(part, list(islice(on_device, len(batches))))
                 for part, batches in zip(parts, packed, strict=True)]
+
+    def _on_device(self, batches: list[MicroBatch], trajectories: list[Trajectory]) -> list[DeviceBatch]:
+        """This rank's micro-batches of `trajectories`, with their routing where it is replayed (then collective)."""
+        routing = self.replay.deal(batches, trajectories) if self.replay else [None] * len(batches)
+        return [to_device(batch, part) for batch, part in zip(batches, routing, strict=True)]
 
 
 def _counted(batch: DeviceBatch, version: int, tasks: tuple[str, ...]) -> Tokens:
     """This rank's action tokens of a micro-batch that was trained at `version`, for the statistics."""
     trajectories, lengths, held = batch.source.trajectories, batch.source.lengths, batch.held.cpu().numpy()
-    seen = batch.results["tokens"]
-
-    def per_token(values) -> np.ndarray:
-        return np.repeat(np.array(values, np.int64), lengths)[held]
+    seen, owners = batch.results["tokens"], np.repeat(np.arange(len(lengths)), lengths)[held]
     return Tokens(
         log_ratio=to_numpy(seen.log_ratio), rollout_logprob=to_numpy(batch.rollout_logprobs),
         weight=to_numpy(seen.weight), fate=to_numpy(seen.fate),
         entropy=to_numpy(batch.results["entropy"]), advantage=to_numpy(batch.results["advantages"]),
-        lag=lag(version, batch.held_versions), length=per_token(lengths),
+        lag=lag(version, batch.held_versions), length=lengths[owners],
         expert_load=to_numpy(batch.results["expert_load"]) if "expert_load" in batch.results else None,
         turn=np.concatenate([np.zeros(0, np.int64), *(t.turns[t.action_mask] for t in trajectories)])[held],
-        position=np.concatenate([np.zeros(0, np.int64), *(np.arange(n) for n in lengths)])[held],
-        task=per_token([tasks.index(t.task) for t in trajectories]))
+        position=held - (np.cumsum(lengths) - lengths)[owners],
+        task=np.array([tasks.index(t.task) for t in trajectories], np.int64)[owners])
 
 
 def _refuse_non_finite(batch: DeviceBatch, logprobs: torch.Tensor) -> None:
