@@ -56,7 +56,8 @@ def _verify_one(folder: Path, source) -> int:
         except UserError as error:
             faults += 1
             print(error)
-    print(f"{len(names)} tensors of {folder} read, {faults} damaged")
+    print(f"{len(names)} tensors of {folder} read, {faults} damaged" + (
+        "" if source.has_checksums else " (it has no checksums: only what cannot be read was found)"))
     return faults
 
 
@@ -90,7 +91,7 @@ def _is_left_out(name: str, hf_config: dict) -> bool:
 
 def _open(folder: Path) -> SafetensorsFolder | MegatronFolder:
     if (folder / ".metadata").is_file():
-        return MegatronFolder(folder, hf.read_config(model_directory(folder)))
+        return MegatronFolder(folder, hf.read_config(model_directory(folder)), *share())
     source = SafetensorsFolder(folder)
     source.check()
     return source
