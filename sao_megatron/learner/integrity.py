@@ -38,8 +38,8 @@ def check(folder: Path, prefix: str = "", share: int = 0, shares: int = 1) -> No
         try:
             with (folder / name).open("rb") as file, zipfile.ZipFile(_Slice(file, offset, length)) as item:
                 damaged = item.testzip()
-        except (OSError, zipfile.BadZipFile, ValueError, NotImplementedError) as error:
-            damaged = str(error)
+        except Exception as error:  # whatever unpacking a damaged archive raises
+            damaged = str(error) or type(error).__name__
         if damaged is not None:
             raise UserError(f"{folder / name}: the data of {key} are damaged ({damaged}): take another checkpoint; a "
                             f"run goes on from an older one if this one's folder is removed")
