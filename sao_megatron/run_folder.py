@@ -53,6 +53,11 @@ class RunFolder:
         return self.path / "tokens"
 
     @property
+    def gpus_dir(self) -> Path:
+        """Counters of the engines' GPUs (telemetry/engine_gpus.py)."""
+        return self.path / "gpus"
+
+    @property
     def events_path(self) -> Path:
         """Restarts and their causes (telemetry/events.py)."""
         return self.path / "events.jsonl"

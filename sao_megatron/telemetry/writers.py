@@ -62,7 +62,7 @@ def open_writers(config: RunConfig, folder: RunFolder, first_step: int,
     settings, writers = flat_settings(config.model_dump(mode="json")), []
     if config.writers.tensorboard:
         from sao_megatron.telemetry.tensorboard import TensorBoardWriter
-        worst = Worst(Words(folder.model_dir(config) / "tokenizer.json"), config.tokens.page)
+        worst = Worst(Words(folder.model_dir(config) / "tokenizer.json"), folder.path, config.tokens.page)
         writers.append(TensorBoardWriter(folder.path / "tensorboard", settings, first_step, earlier, worst))
     if config.writers.jsonl:
         writers.append(JsonLines(folder.path / "metrics.jsonl", first_step))

@@ -33,8 +33,10 @@ MAX_LAG = "max_lag"
 """Key of the state: the lag that pacing may admit now, where the learner has lowered it (alarms.on_alarm=slow)."""
 ALARMS = "alarms"
 """Key of the state: [[step, sentence], ...] of the last alarms."""
+STOPPED = "stopped"
+"""Key of the state: the sentence of the alarm that ended the run (alarms.on_alarm=stop)."""
 ENGINES = "engines"
-"""Key of the state: what each engine last said of itself, {name: number}, or null."""
+"""Key of the state: metrics of the engines and their GPUs, by name, as they were a moment ago."""
 LOCK_TIMEOUT = 60.0  # seconds to wait for another process's write, which takes milliseconds
 
 _SCHEMA = f"""

@@ -221,6 +221,22 @@ def test_watch_stops_when_a_process_dies(config, tmp_path, name, code, how, desc
     assert not alive(descendants())
 
 
+STOP = """
+import sys
+from sao_megatron.trajectory.store import STOPPED, Store
+Store(sys.argv[1]).set_state(STOPPED, "mask_share = 0.4")
+raise SystemExit("stopped by an alarm at step 4")
+"""
+
+
+# If this fails, a run that an alarm ended is started again, to be ended by the same alarm.
+def test_an_alarm_that_ends_a_run_is_no_failure_to_recover_from(config, tmp_path, descendants):
+    config.restarts = 3
+    with pytest.raises(RunError, match="exit code 1: stopped by an alarm at step 4"):
+        watch(config, tmp_path, STOP, SLEEP)
+    assert (tmp_path / "logs" / "learner-0.log").read_text().count("stopped by an alarm") == 1
+
+
 # If this fails, in-place updates leave episodes on keys and values of ever older weights, or label tokens wrongly.
 def test_in_place_engines_keep_no_cache_and_do_not_overlap(config, tmp_path):
     config.publication.mode = "in_place"
