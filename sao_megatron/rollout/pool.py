@@ -47,8 +47,9 @@ class EnginePool:
 
     def __init__(self, clients: list, patience: float, request_tokens: int = 4096,
                  published: Callable[[], int | None] = lambda: None):
-        """`clients`: EngineClients of engines that serve already. `patience`: seconds that a request waits while no engine lives. `request_tokens`:
-        most tokens of one request. `published()`: the version that engines should serve, None if any will do."""
+        """`clients`: EngineClients of engines that serve already. `patience`: seconds that a request waits while no
+        engine lives. `request_tokens`: most tokens of one request. `published()`: the version that engines should
+        serve, None if any will do."""
         self.patience, self.request_tokens, self.published = patience, request_tokens, published
         self.suspects = asyncio.Lock()
         self.convictions = 0
