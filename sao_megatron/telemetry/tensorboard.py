@@ -54,9 +54,9 @@ LAYOUT = {
 class TensorBoardWriter:
     """Writes one learner step at a time; the axis is the learner step.
 
-    Of `settings` (flat names and values) the hyperparameters are shown. After a restart, steps from `first_step` on that an
-    earlier learner wrote are hidden, since they are made again; `earlier` are the (step, metrics) of those before it,
-    which the heat maps show too; `worst` makes the text of the trajectories that lost most tokens.
+    Of `settings` (flat names and values) the hyperparameters are shown. After a restart, steps from `first_step` on
+    that an earlier learner wrote are hidden, since they are made again; `earlier` are the (step, metrics) of those
+    before it, which the heat maps show too; `worst` makes the text of the trajectories that lost most tokens.
     """
 
     def __init__(self, folder: Path, settings: dict[str, float | str | bool] | None = None,
