@@ -157,6 +157,7 @@ class Learner:
         return True
 
     def _save_before_the_end(self, steps: int) -> None:
+        self.saver.finish()
         if self.config.checkpoint.every and self.saver.newest < steps:
             log.info("told to end: saving a checkpoint of step %d", steps)
             self._begin_to_save(steps)

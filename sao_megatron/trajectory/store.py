@@ -127,12 +127,19 @@ class Store:
                 self._check_version()
                 return
             self._db = sqlite3.connect(self.path, timeout=LOCK_TIMEOUT, isolation_level=None)
-            self._db.execute(f"PRAGMA journal_mode = {journal or journal_mode(self.path)}")
+            self._set_journal(journal or journal_mode(self.path))
             self._db.execute("PRAGMA synchronous = FULL")
             with self._transaction():
                 self._create_or_check()
         except sqlite3.Error as error:
             raise RunError(f"trajectory store {self.path} cannot be opened: {error}") from None
+
+    def _set_journal(self, mode: str) -> None:
+        """SQLite keeps the mode that a store has, without an error, where it cannot change it."""
+        found = self._one(f"PRAGMA journal_mode = {mode}")[0]
+        if found.upper() != mode:
+            raise RunError(f"trajectory store {self.path} keeps the journal {found}, but where it lies only {mode} is "
+                           f"safe: end all processes that use it, and try again")
 
     def _create_or_check(self) -> None:
         (found,), (tables,) = self._one("PRAGMA user_version"), self._one("SELECT COUNT(*) FROM sqlite_schema")

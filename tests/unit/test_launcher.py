@@ -345,7 +345,7 @@ def test_refused_before_anything_starts(tmp_path, override, message):
          "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 8, "num_experts_per_tok": 2,
          "moe_intermediate_size": 32, "head_dim": 16, "intermediate_size": 64, "norm_topk_prob": True,
          "rms_norm_eps": 1e-6, "hidden_act": "silu", "decoder_sparse_step": 1, "mlp_only_layers": [],
-         "attention_bias": False, "max_position_embeddings": 512})
+         "attention_bias": False, "max_position_embeddings": 512, "rope_theta": 1e4})
     recipe = tmp_path / "recipe.yaml"
     model = "{}" if override.startswith("model.path") else f'{{"fresh": {fresh}}}'
     recipe.write_text(f"{{name: refused, runs_dir: {tmp_path}, task: {{name: guess_number}}, model: {model}, "
