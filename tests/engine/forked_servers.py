@@ -8,7 +8,7 @@ import json
 import os
 import sys
 
-from sao_megatron.engine import cpu
+from sao_megatron.engine import cpu, server
 
 
 def main(servers: list[list[str]]) -> None:
@@ -17,7 +17,7 @@ def main(servers: list[list[str]]) -> None:
     for arguments in servers:
         children.append(os.fork())
         if not children[-1]:
-            cpu.serve(arguments)
+            server.serve(arguments)
             os._exit(0)
     for child in children:
         os.waitpid(child, 0)
