@@ -1,32 +1,41 @@
-"""alarms.on_alarm: a real run that an alarm pauses, or ends."""
+"""alarms.on_alarm: a real run that an alarm pauses, and one that an alarm ends; and Ctrl-C."""
 from __future__ import annotations
 
+import signal
 import time
 
-from real_run import BATCH, START_SECONDS
+from real_run import BATCH, END_SECONDS, START_SECONDS, recorded
+from test_killed import ENDLESS, check_store
 
-ALARMED = ["steps=8", "algorithm.critic_only_steps=0", f"batch.trajectories={BATCH}", "evaluation.episodes=0",
-           "warmup.steps=5", "checkpoint.every=0", "alarms.effective_sample_size=0.9999999"]
+ALARM = ["alarms.effective_sample_size=0.9999999"]
 """The fifth update with any staleness is one too many."""
 
 
-# If this fails, a run that should wait for a person trains on, or never goes on again.
+# If this fails, a run that should wait for a person trains on, or never goes on again; or Ctrl-C leaves processes
+# behind, or the store in pieces.
 def test_an_alarm_pauses_the_run_until_its_file_is_deleted(start_run):
-    run = start_run("paused", *ALARMED, "alarms.on_alarm=pause")
+    run = start_run("paused", *ENDLESS, *ALARM, "alarms.on_alarm=pause")
     run.until(run.folder.paused_path.exists, "an alarm")
-    run.until(lambda: "paused until" in run.out + run.err, "the terminal to say so", 60)
+    run.until(lambda: "paused until" in run.out, "the terminal to say so", 60)
     steps = run.steps()
-    time.sleep(6)
-    assert run.steps() == steps < 8
+    time.sleep(3)
+    assert run.steps() == steps
     assert "effective_sample_size" in run.folder.paused_path.read_text()
     run.folder.paused_path.unlink()
-    assert run.wait(START_SECONDS) == 0, f"{run.out}\n{run.err}"
-    assert run.steps() == 8
+    run.until(lambda: run.steps() > steps, "another step")
+    appended = run.appended()
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait(END_SECONDS) == 130
+    assert run.err == "sao-megatron: interrupted\n"
+    assert run.survivors() == []
+    check_store(run, appended)
 
 
 # If this fails, alarms.on_alarm=stop burns a night on a run that has gone wrong.
-def test_an_alarm_ends_the_run(start_run):
-    run = start_run("stopped", *ALARMED, "alarms.on_alarm=stop")
+def test_an_alarm_ends_the_run(start_run, tmp_path):
+    run = start_run("stopped", "parallel={ranks: 1}", "steps=8", "algorithm.critic_only_steps=0", "warmup.steps=1",
+                    f"batch.trajectories={BATCH}", *ALARM, "alarms.on_alarm=stop",
+                    "--trajectories", str(recorded(tmp_path / "recorded.sqlite", 8 * BATCH)), verb="replay")
     assert run.wait(START_SECONDS) == 1
     assert "stopped by an alarm at step" in run.err and "effective_sample_size" in run.err
     assert 0 < run.steps() < 8

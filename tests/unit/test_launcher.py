@@ -13,6 +13,7 @@ import pytest
 
 from sao_megatron import config as run_config
 from sao_megatron import launcher
+from sao_megatron import watch as watches
 from sao_megatron.blame import last_words
 from sao_megatron.engine.process import engine_command, free_port
 from sao_megatron.errors import RunError, Unfinished, UserError
@@ -57,6 +58,11 @@ def wait_ready(supervisor: Supervisor, name: str) -> None:
 
 def alive(pids) -> list[int]:
     return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.fixture(autouse=True)
+def quick_polls(monkeypatch):
+    monkeypatch.setattr(watches, "POLL_SECONDS", 0.05)
 
 
 @pytest.fixture
@@ -239,7 +245,7 @@ class Health(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         if len(lives.readlines()) < int(sys.argv[3]):
             lives.seek(0)
-            threading.Thread(target=lambda: (time.sleep(1.5), __import__("os")._exit(3))).start()
+            threading.Thread(target=lambda: (time.sleep(0.3), __import__("os")._exit(3))).start()
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[2])), Health).serve_forever()
 """
 OUTLIVE = """
