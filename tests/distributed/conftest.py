@@ -17,7 +17,8 @@ SECONDS = 500.0
 def start_ranks(tmp_path_factory) -> Callable[..., World]:
     """start_ranks(script, ranks, *arguments): a World that is not started yet."""
     folder, numbers = tmp_path_factory.mktemp("ranks"), itertools.count()
-    return lambda script, ranks, *arguments: World(script, ranks, arguments, folder / f"{next(numbers)}.log")
+    here = Path(__file__).parent
+    return lambda script, ranks, *arguments: World(here / script, ranks, arguments, folder / f"{next(numbers)}.log")
 
 
 @pytest.fixture(scope="session")
