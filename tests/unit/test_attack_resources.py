@@ -85,17 +85,20 @@ async def test_endless_loop(pool):
     assert result.alive and "variables are kept" in result.text() and after.output == "5\n"
 
 
-# If one fails, code that refuses to be interrupted outlives its time.
-@pytest.mark.parametrize("code", [
+DEAF = [
     "import time\nwhile True:\n    try:\n        time.sleep(0.01)\n    except BaseException: pass",
     "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nwhile True: pass",
     "import signal\nfor n in (1, 2, 3, 15): signal.signal(n, lambda *_: None)\nwhile True: signal.pause()",
     "sum(iter(int, 1))",
-])
-async def test_refusing_to_be_interrupted(pool, code):
-    result = await attack(pool, code, seconds=0.2)
-    assert result.status in ("timeout", "cpu") and result.seconds < 4
-    assert not result.alive and "all variables are lost" in result.text()
+]
+
+
+# If this fails, code that refuses to be interrupted outlives its time.
+async def test_refusing_to_be_interrupted(pool):
+    results = await asyncio.gather(*(attack(pool, code, seconds=0.2) for code in DEAF))
+    for code, result in zip(DEAF, results, strict=True):
+        assert result.status in ("timeout", "cpu") and result.seconds < 4, code
+        assert not result.alive and "all variables are lost" in result.text(), code
 
 
 # If this fails, a process that a cell leaves behind survives its session: detached, deaf to SIGTERM, forking on.

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import psutil
@@ -196,15 +197,19 @@ while not store.get_state("finished", False):
 """
 
 
-def watch(config, tmp_path: Path, learner: str, controller: str, engine: str = SLEEP) -> None:
-    """Watch three small programs in the places of a run's processes."""
-    path = tmp_path / "store.sqlite"
-    plan = Plan([python("engine-0", engine)], python("controller", controller, path),
-                [python("learner-0", learner, path)], ["http://127.0.0.1:9"])
-    with Store(path) as store, Supervisor(tmp_path / "logs") as supervisor:
+def follow(config, tmp_path: Path, plan: Plan) -> None:
+    """Start what is planned, over the store at tmp_path / store.sqlite, and watch it to its end."""
+    with Store(tmp_path / "store.sqlite") as store, Supervisor(tmp_path / "logs") as supervisor:
         watching = Watch(config, OneMachine(plan, tmp_path / "logs"), store, supervisor, Progress(2))
         watching.start()
         watching.until_done()
+
+
+def watch(config, tmp_path: Path, learner: str, controller: str, engine: str = SLEEP) -> None:
+    """Watch three small programs in the places of a run's processes."""
+    path = tmp_path / "store.sqlite"
+    follow(config, tmp_path, Plan([python("engine-0", engine)], python("controller", controller, path),
+                                  [python("learner-0", learner, path)], ["http://127.0.0.1:9"]))
 
 
 # If this fails, a run that is done never ends, or ends as failed.
@@ -265,15 +270,9 @@ def test_watch_starts_an_engine_again(config, tmp_path, restarts, ends, capsys):
     store_path, lives, port = tmp_path / "store.sqlite", tmp_path / "lives", free_port()
     lives.touch()
     plan = Plan([python("engine-0", MORTAL, lives, port, 3)], python("controller", FOLLOW, store_path),
-                         [python("learner-0", OUTLIVE, store_path, lives, 3)], [f"http://127.0.0.1:{port}"])
-    with Store(store_path) as store, Supervisor(tmp_path / "logs") as supervisor:
-        watched = Watch(config, OneMachine(plan, tmp_path / "logs"), store, supervisor, Progress(2))
-        watched.start()
-        if ends:
-            watched.until_done()
-        else:
-            with pytest.raises(RunError, match="engine-0 ended unexpectedly with exit code 3"):
-                watched.until_done()
+                [python("learner-0", OUTLIVE, store_path, lives, 3)], [f"http://127.0.0.1:{port}"])
+    with nullcontext() if ends else pytest.raises(RunError, match="engine-0 ended unexpectedly with exit code 3"):
+        follow(config, tmp_path, plan)
     assert lives.read_text().count("life") == 1 + restarts
     assert f"is started again ({restarts} of engine.restarts={restarts})" in "".join(capsys.readouterr())
 
@@ -290,14 +289,9 @@ def test_watch_starts_a_sandbox_server_again(config, tmp_path, deaths, ends, cap
                 sandboxes=[python("sandbox-0", server, lives, deaths)])
     if not ends:
         plan.learners[0] = python("learner-0", SLEEP)
-    with Store(store_path) as store, Supervisor(tmp_path / "logs") as supervisor:
-        watched = Watch(config, OneMachine(plan, tmp_path / "logs"), store, supervisor, Progress(2))
-        watched.start()
-        if ends:
-            watched.until_done()
-        else:
-            with pytest.raises(RunError, match="sandbox-0 ended unexpectedly with exit code 1: cannot isolate"):
-                watched.until_done()
+    sentence = "sandbox-0 ended unexpectedly with exit code 1: cannot isolate"
+    with nullcontext() if ends else pytest.raises(RunError, match=sentence):
+        follow(config, tmp_path, plan)
     assert lives.read_text().count("life") == (3 if ends else 1 + MOST_RESTARTS)
     assert f"is started again ({2 if ends else MOST_RESTARTS} of {MOST_RESTARTS})" in "".join(capsys.readouterr())
 

@@ -147,7 +147,7 @@ async def test_server_killed_in_a_cell(tmp_path):
         session = await client.open()
         await session.run("x = 7")
         victim = (await servers.sessions()).index(1)
-        running = asyncio.create_task(session.run("import time; time.sleep(1); x"))
+        running = asyncio.create_task(session.run("import time; time.sleep(0.6); x"))
         await asyncio.sleep(0.3)
         servers.processes[victim].kill()
         assert (await running).output == "7\n"
@@ -169,7 +169,7 @@ async def test_what_cannot_be_repeated_is_an_error(tmp_path):
 
 # If this fails, a call waits for ever where all servers are full, or does not go on when there is room.
 async def test_full(tmp_path):
-    async with served(tmp_path, 1, sessions=1, patience=1.0) as (_, client):
+    async with served(tmp_path, 1, sessions=1, patience=0.6) as (_, client):
         first, second = await client.open(), await client.open()
         await first.run("1")
         with pytest.raises(SandboxError, match="had room for 1 s .sandbox.patience.: .* full"):
@@ -181,7 +181,7 @@ async def test_full(tmp_path):
 
 # If this fails, a run waits for ever for servers that are all dead.
 async def test_no_server_left(tmp_path):
-    async with served(tmp_path, 1, patience=0.5) as (servers, client):
+    async with served(tmp_path, 1, patience=0.3) as (servers, client):
         session = await client.open()
         await session.run("1")
         servers.processes[0].kill()
