@@ -65,6 +65,9 @@ def engine_environment(gpu: bool, tp: int = 1) -> dict[str, str]:
     environment = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
     if not gpu:
         environment["OMP_NUM_THREADS"] = "1"
+        # glibc gives large blocks back to the system and faults in new pages for each bucket of weights, at the cost of
+        # the transfer itself; a GPU's allocator keeps them. (Measured by tools/benchmark/publish.py.)
+        environment |= {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
         if tp > 1:  # one core per tensor-parallel rank; SGLang does not choose them itself
             environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(core) for core in range(tp))
     return environment
