@@ -10,8 +10,8 @@ from family_models import MODELS, WITH_EXPERTS
 
 ALL = list(MODELS)
 JOBS = {1: [("tp1", {}, ALL)],
-        2: [("tp2", dict(tp=2), ALL), ("pp2", dict(pp=2), ALL), ("ep2", dict(ep=2), WITH_EXPERTS),
-            ("tp2·ep2", dict(tp=2, ep=2), WITH_EXPERTS), ("cp2", dict(cp=2), ["glm4_moe", "deepseek_v3"])]}
+        2: [("tp2", dict(tp=2), ALL), ("pp2", dict(pp=2), ALL), ("tp2·ep2", dict(tp=2, ep=2), WITH_EXPERTS),
+            ("cp2", dict(cp=2), ["glm4_moe", "deepseek_v3"])]}
 CASES = [f"{layout} {name}" for jobs in JOBS.values() for layout, _, names in jobs for name in names]
 
 
