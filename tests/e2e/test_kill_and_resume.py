@@ -1,6 +1,6 @@
 """kill -9 of every part of a run, again and again: it goes on, and ends with the weights of an undisturbed one.
 
-19 kills in two runs: one without engines, on a recorded stream, and a live one, whose own record is then replayed.
+20 kills in two runs: one without engines, on a recorded stream, and a live one, whose own record is then replayed.
 """
 from __future__ import annotations
 
@@ -134,6 +134,7 @@ def test_killed_replay_ends_with_the_same_bits(start_run, tmp_path):
     kill(run, LEARNER, after=3)
     kill_rank_while_saving(run)
     kill_writer(run)
+    kill(run, LEARNER, after=3)
     kill_rank_while_saving(run)
     kill_writer(run)
     kill_writer(run)
