@@ -15,7 +15,16 @@ _WHOLE = re.compile(r"[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]*|[1-9][0-9_]*)$")
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which 10:00:00 is a text, as in YAML 1.2, and not the number 36,000."""
+    """YAML in which 10:00:00 is a text, as in YAML 1.2, and not the number 36,000; and no key is given twice."""
+
+    def construct_mapping(self, node, deep=False):
+        """Of two equal keys PyYAML takes the last without a word, and what the first said would be lost."""
+        seen = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(problem=f"the key {key.value!r} is given twice", problem_mark=key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
 _Loader.yaml_implicit_resolvers = {

@@ -1,13 +1,13 @@
 """What SGLang answers, read and checked: a reply of /generate becomes a Generation, an error body a sentence."""
 from __future__ import annotations
 
-import base64
 import re
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal
 
 import numpy as np
+from pybase64 import b64decode
 
 from sao_megatron.trajectory.routing import Routing, narrow
 
@@ -68,7 +68,7 @@ def _routing(meta: dict, sampled: int, start: int) -> Routing:
         raise ValueError("it has no routed_experts: start the engine with --enable-return-routed-experts")
     prompt, spans, retractions = meta["prompt_tokens"], meta["weight_versions"], meta["num_retractions"]
     rows = prompt + sampled - 1 - start
-    flat = np.frombuffer(base64.b64decode(meta["routed_experts"]), "<i4")
+    flat = np.frombuffer(b64decode(meta["routed_experts"]), "<i4")
     if rows < 1 or not len(flat) or len(flat) % rows:
         raise ValueError(f"{len(flat)} routed experts do not answer {rows} tokens")
     kept = start

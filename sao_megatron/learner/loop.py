@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -44,8 +45,7 @@ def main(config: RunConfig, run_dir: Path, task) -> None:
 
     `task` gives the demonstrations of the supervised warm-up.
     """
-    waits = config.engine.start_timeout + config.publication.timeout  # the longest that ranks wait for each other
-    runtime.initialize(config.parallel, config.seed, timeout_seconds=waits)
+    runtime.initialize(config.parallel, config.seed, timeout_seconds=config.collective_timeout)
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {dist.get_rank()} %(message)s", force=True)
     learner = Learner(config, RunFolder(run_dir))
     if learner.is_head and config.model.path is None:
@@ -174,11 +174,11 @@ class Learner:
         recorded = self._record(step, trajectories, result)
         metrics = result.metrics | batch_metrics(trajectories, self.version) | {
             "policy_updated": update_policy, "publication/paused": self.publisher.paused if self.publisher else 0.0}
-        if self.config.rollout.routing_replay:
-            metrics["routing/replayed"] = replayed_share(trajectories)
         self.updates += update_policy
         machines = self.speed.machines()
         if self.is_head:
+            if self.config.rollout.routing_replay:
+                metrics["routing/replayed"] = replayed_share(trajectories)
             metrics |= machines | self.reporter.pacing() | self.speed.rates(
                 self.clock.restart(), metrics, trajectories, result, update_policy)
             self.store.mark_trained(step, self.version, [t.id for t in trajectories], metrics, self.owner)
@@ -217,27 +217,27 @@ class Learner:
 
     def _lease(self, step: int) -> list[Trajectory] | None:
         """The next batch, the same on every rank; None if told to end. Rank 0 waits, and tells the others every few
-        seconds."""
+        seconds. It alone has the recorded routing, which is dealt out when it is known who needs what of it."""
         deadline = time.monotonic() + self.config.rollout.starvation_timeout
         while True:
+            leased: list[Trajectory] | None = []
             if self.is_head and self.folder.paused_path.exists():
                 log.info("paused until %s is deleted: %s", self.folder.paused_path,
                          self.folder.paused_path.read_text().strip())
                 deadline += PAUSE
                 time.sleep(PAUSE)
-                message: list = [[]]
             elif self.is_head and self._awaits_evaluation():
                 deadline += LOOK
                 time.sleep(LOOK)
-                message = [[]]
-            else:
-                message = [self._poll(step, deadline) if self.is_head else None]
+            elif self.is_head:
+                leased = self._poll(step, deadline)
+            message = [leased and [encode(replace(one, routing=None)) for one in leased]]
             dist.broadcast_object_list(message, src=0)
             if message[0] is None:
                 return None
             self.heart.beat(f"wait of step {step}")
             if message[0]:
-                return [decode(blob) for blob in message[0]]
+                return leased if self.is_head else [decode(blob) for blob in message[0]]
             if self.publisher:
                 self.publisher.publish(self.version)  # to engines that came back meanwhile
 
@@ -251,7 +251,7 @@ class Learner:
             return False
         return sum(row.name == within(self.updates) for row in self.store.evaluations()) < section.count
 
-    def _poll(self, step: int, deadline: float, seconds: float = 10.0) -> list[bytes] | None:
+    def _poll(self, step: int, deadline: float, seconds: float = 10.0) -> list[Trajectory] | None:
         """Up to `seconds` of waiting for a full batch; [] if there is none yet, None if the store says to stop."""
         count, until = self.config.batch.trajectories, time.monotonic() + seconds
         while time.monotonic() < until:
@@ -260,7 +260,7 @@ class Learner:
             if leased := self.store.lease(count, self.owner, self.version, self.config.rollout.max_token_lag,
                                           self.trainer.preset.rollouts_per_prompt, step,
                                           self.config.rollout.redundancy):
-                return [encode(self._checked(trajectory)) for trajectory in leased]
+                return [self._checked(trajectory) for trajectory in leased]
             if self.publisher is None:
                 raise RunError(f"the recorded trajectories are used up: step {step} needs {count}, the store holds "
                                f"{self.store.counts()}: ask for fewer steps")

@@ -27,6 +27,7 @@ from sao_megatron.learner.logprob import HeadOutput, one_pass_head
 from sao_megatron.learner.model import varies_in_length
 from sao_megatron.telemetry.statistics import Statistics
 from sao_megatron.trajectory.packing import MicroBatch, context_share, micro_batches
+from sao_megatron.trajectory.routing import Routing
 from sao_megatron.trajectory.types import Trajectory
 
 
@@ -61,6 +62,8 @@ class DeviceBatch:
     """[j]: the trajectories whose last token this rank holds."""
     last: Tensor
     """[j]: the rows of `tokens` where those are."""
+    routing: Routing | None = None
+    """On the host, of the tokens and the layers that this rank routes; None routes them freely."""
     results: dict = field(default_factory=dict)
     """Per-token tensors of the held action tokens, [k] each."""
 
@@ -100,12 +103,12 @@ def local_micro_batches(trajectories: list[Trajectory], config: RunConfig, unit:
 
 
 def local_batches(trajectories: list[Trajectory], config: RunConfig) -> list[DeviceBatch]:
-    """`local_micro_batches` on the device."""
+    """`local_micro_batches` on the device, routed freely."""
     return [to_device(batch) for batch in local_micro_batches(trajectories, config)]
 
 
-def to_device(batch: MicroBatch) -> DeviceBatch:
-    """This rank's share of a micro-batch."""
+def to_device(batch: MicroBatch, routing: Routing | None = None) -> DeviceBatch:
+    """This rank's share of a micro-batch. `routing`: its share of that (RoutingReplay.deal)."""
     share = context_share(batch, ps.get_context_parallel_world_size(), ps.get_context_parallel_rank())
 
     def move(array):
@@ -118,7 +121,8 @@ def to_device(batch: MicroBatch) -> DeviceBatch:
         real=move(batch.real[share.rows]), packed=packed,
         held=move(share.held), predict=move(share.predict), targets=move(batch.targets[share.held]),
         rollout_logprobs=move(batch.rollout_logprobs[share.held]), rewards=move(batch.rewards),
-        lengths=move(batch.lengths), held_last=move(share.held_last), last=move(share.last))
+        lengths=move(batch.lengths), held_last=move(share.held_last), last=move(share.last),
+        routing=routing)
 
 
 def policy_pass(model, batches: list[DeviceBatch], objectives: list[Objective], temperature: float,

@@ -14,13 +14,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sao_megatron.learner import runtime
+from sao_megatron.learner import runtime  # noqa: F401  (before Megatron)
 from megatron.core import parallel_state as ps
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from sao_megatron.errors import RunError
+from sao_megatron.learner.passes import DeviceBatch
+from sao_megatron.learner.routing_shares import deal
 from sao_megatron.trajectory.packing import MicroBatch, zigzag_rows
+from sao_megatron.trajectory.routing import Routing
+from sao_megatron.trajectory.types import Trajectory
 
 
 class Choice(NamedTuple):
@@ -74,29 +78,35 @@ class RoutingReplay:
         self.routers = [ReplayedRouter() for _ in self.layers]
         for layer, router in zip(self.layers, self.routers, strict=True):
             layer.mlp.router.router_replay = router
+        numbers = [layer.layer_number - 1 for layer in self.layers]
+        self.first_layer = min(numbers, default=0)
+        k = self.config.moe_router_topk
+        self.columns = slice(self.first_layer * k, (max(numbers, default=-1) + 1) * k)
+        """Of a recorded row, what is this pipeline stage's."""
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
+
+    def deal(self, batches: list[MicroBatch], trajectories: list[Trajectory]) -> list[Routing | None]:
+        """Of each of this rank's micro-batches the recorded routing of the tokens and layers that it routes, for
+        to_device; None where nothing was recorded. Collective: `trajectories` is the global batch, and rank 0's have
+        their routing. Raises RunError, on all ranks, where that was recorded with another model."""
+        return deal(trajectories, batches, [batch.origin[self._rows(batch)] for batch in batches], self.columns,
+                    (self.config.num_layers, self.config.moe_router_topk))
 
     def _begin(self, model: GPTModel, arguments: tuple, keywords: dict) -> None:
         batch, _ = keywords["output_processor_context"]  # learner/passes.py: (DeviceBatch, Objective)
-        choices = self._choices(batch.source) if batch.source.routing is not None else [None] * len(self.routers)
+        choices = self._choices(batch) if batch.routing is not None else [None] * len(self.routers)
         for router, choice in zip(self.routers, choices, strict=True):
             router.choice, router.training = choice, torch.is_grad_enabled()
 
-    def _choices(self, batch: MicroBatch) -> list[Choice]:
+    def _choices(self, batch: DeviceBatch) -> list[Choice]:
         """Each layer's, for this rank's tokens."""
-        k, layers = self.config.moe_router_topk, self.config.num_layers
-        width = batch.routing.experts.shape[1]
-        if width != layers * k:
-            one = next(t for t in batch.trajectories if t.routing is not None)
-            raise RunError(f"trajectory {one.id} has {width} routed experts a token, this model {layers} layers times "
-                           f"{k}: it was recorded with another model")
-        rows = self._rows(batch)
-        columns = np.add.outer(np.array([(layer.layer_number - 1) * k for layer in self.layers], int), np.arange(k))
-        # [layers, rows, k], so that each layer's part is contiguous
-        experts = batch.routing.experts[rows[None, :, None], columns[:, None, :]]
-        experts, recorded = (torch.from_numpy(array).to(runtime.device())
-                             for array in (experts, batch.routing.recorded[rows]))
-        self._check(experts, recorded, batch, rows)
+        experts, recorded = (torch.from_numpy(array).to(batch.tokens.device)
+                             for array in (batch.routing.experts, batch.routing.recorded))
+        k = self.config.moe_router_topk
+        by_layer = experts.unflatten(1, (experts.shape[1] // k, k)).transpose(0, 1)
+        mine = [layer.layer_number - 1 - self.first_layer for layer in self.layers]  # between them may be dense ones
+        experts = by_layer[mine].contiguous()  # [layers, rows, k]
+        self._check(experts, recorded, batch.source)
         return [Choice(part, recorded[:, None]) for part in experts]
 
     def _rows(self, batch: MicroBatch) -> np.ndarray:
@@ -107,14 +117,15 @@ class RoutingReplay:
             return rows
         return np.split(rows, ps.get_tensor_model_parallel_world_size())[ps.get_tensor_model_parallel_rank()]
 
-    def _check(self, experts: Tensor, recorded: Tensor, batch: MicroBatch, rows: np.ndarray) -> None:
+    def _check(self, experts: Tensor, recorded: Tensor, batch: MicroBatch) -> None:
         """k different experts of the model in every layer: a dispatcher would lose count of anything else."""
         ordered = experts.sort(-1).values
         wrong = ((ordered[..., 1:] == ordered[..., :-1]).any(-1) | (ordered[..., -1] >= self.config.num_moe_experts)
                  | (ordered[..., 0] < 0)) & recorded
         if wrong.any():
             layer, row = wrong.nonzero()[0].tolist()
-            owner, token = batch.trajectories[int(np.searchsorted(batch.last, rows[row]))], batch.positions[rows[row]]
+            place = self._rows(batch)[row]
+            owner, token = batch.trajectories[int(np.searchsorted(batch.last, place))], batch.positions[place]
             raise RunError(f"trajectory {owner.id}: the engine recorded experts {experts[layer, row].tolist()} for its "
                            f"token {token} in layer {self.layers[layer].layer_number - 1}, expected "
                            f"{experts.shape[-1]} different ones of "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 import torch
@@ -32,7 +33,7 @@ from sao_megatron.learner.passes import (DeviceBatch, local_batches, local_micro
                                          reduce_statistics, reports, to_device, to_numpy)
 from sao_megatron.learner.routing_replay import RoutingReplay
 from sao_megatron.telemetry.statistics import Statistics, Tokens
-from sao_megatron.trajectory.packing import mini_batches, pack
+from sao_megatron.trajectory.packing import MicroBatch, mini_batches, pack
 from sao_megatron.trajectory.types import Trajectory
 from sao_megatron.trajectory.versions import lag
 from sao_megatron.weights.hf import TensorSource
@@ -61,8 +62,7 @@ class Trainer:
         self.policy_shards = ShardMap(module, hf_config)
         if source is not None:
             self.policy_shards.load(source)
-        if config.rollout.routing_replay:
-            RoutingReplay(module)
+        self.replay = RoutingReplay(module) if config.rollout.routing_replay else None
         self.expert_load = ExpertLoad(module) if module.config.num_moe_experts else None
         self.policy_ddp = wrap(module)
         self.policy: Optimized | None = None
@@ -88,7 +88,8 @@ class Trainer:
 
     def train_step(self, trajectories: list[Trajectory], version: int, update_policy: bool = True,
                    timer=None) -> StepResult:
-        """One learner step on a global batch (the same list on every rank). `version` is the learner's."""
+        """One learner step on a global batch (the same list on every rank; only rank 0's need have their routing).
+        `version` is the learner's."""
         minis = self._mini_batches(trajectories)
         batches = [batch for mini in minis for batch in mini.batches]
         statistics, metrics = Statistics(tuple(sorted({t.task for t in trajectories}))), {}
@@ -183,7 +184,7 @@ class Trainer:
     @torch.no_grad()
     def score(self, trajectories: list[Trajectory], temperature: float = 1.0) -> list[np.ndarray]:
         """log π_θ of each trajectory's action tokens under the current policy, on every rank; float32 [n] each."""
-        batches = local_batches(trajectories, self.config)
+        batches = self._on_device(local_micro_batches(trajectories, self.config), trajectories)
         objectives = [NegativeLogLikelihood() for _ in batches]
         outputs = policy_pass(self.policy_ddp, batches, objectives, temperature, forward_only=True)
         mine = {}
@@ -205,8 +206,14 @@ class Trainer:
             longest = max(len(batch.tokens) for batches in packed for batch in batches)
             packed = [[pack(batch.trajectories, longest, parallel.sequence_multiple) for batch in batches]
                       for batches in packed]
-        return [MiniBatch(part, [to_device(batch) for batch in batches])
+        on_device = iter(self._on_device([batch for batches in packed for batch in batches], trajectories))
+        return [MiniBatch(part, list(islice(on_device, len(batches))))
                 for part, batches in zip(parts, packed, strict=True)]
+
+    def _on_device(self, batches: list[MicroBatch], trajectories: list[Trajectory]) -> list[DeviceBatch]:
+        """This rank's micro-batches of `trajectories`, with their routing where it is replayed (then collective)."""
+        routing = self.replay.deal(batches, trajectories) if self.replay else [None] * len(batches)
+        return [to_device(batch, part) for batch, part in zip(batches, routing, strict=True)]
 
 
 def _counted(batch: DeviceBatch, version: int, tasks: tuple[str, ...]) -> Tokens:

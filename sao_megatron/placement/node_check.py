@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from sao_megatron.placement.preflight import exchange_name
+
 PAIR_SECONDS = 10.0
 """For one exchange of two nodes that are both ready for it."""
 WAIT_SECONDS = 60.0
@@ -66,7 +68,7 @@ def _gpus() -> list[str]:
 def _exchange(store: dist.Store, number: int, pair: list[str], node: str, questions: dict) -> dict:
     """{"gb_s": rate} or {"error": sentence}: data to the other and back."""
     other = pair[1 - pair.index(node)]
-    name = f"exchange-{number}-{pair[0]}-{pair[1]}"
+    name = exchange_name(number, pair)
     try:
         store.set(f"{name}/{node}", "")
         store.wait([f"{name}/{other}"], timedelta(seconds=WAIT_SECONDS))

@@ -177,7 +177,7 @@ class _Controller:
     async def _episode(self, seq: int) -> Trajectory:
         prompt = self.task.prompt(seq // self.settings.group)
         diary = self.half_done.diary(seq) if self.half_done else None
-        with self.pool.seat(priority=-seq) as client:
+        with self.pool.seat(priority=-seq, group=seq // self.settings.group) as client:
             return await run_episode(client, self.task, prompt, self.settings, seq, diary)
 
     def _ended(self, episode: asyncio.Task) -> None:
@@ -195,7 +195,7 @@ class _Controller:
             if self.half_done:
                 self.half_done.give_up(seq)
         outcome = trajectory is not None and trajectory.status is not Status.ERROR
-        if self.deal.end(seq, outcome) and outcome:
+        if self.deal.end(seq, outcome) and outcome and self.config.rollout.redundancy:
             self._cancel_group(seq // self.settings.group)
         if trajectory is not None:
             self._append(trajectory, seq)

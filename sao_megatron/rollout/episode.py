@@ -239,7 +239,6 @@ def _checked_step(step: Step, vocab_size: int) -> Step:
 
 def _check_ids(tokens: list[int], vocab_size: int, what: str) -> None:
     """An id outside the vocabulary would kill the engine."""
-    for position, token in enumerate(tokens):
-        if not (isinstance(token, int) and 0 <= token < vocab_size):
-            raise ValueError(f"the environment's {what} has {token!r} at position {position}: "
-                             f"expected an int id in [0, {vocab_size})")
+    if wrong := [token for token in tokens if not (isinstance(token, int) and 0 <= token < vocab_size)]:
+        raise ValueError(f"the environment's {what} has {wrong[0]!r} at position {list(tokens).index(wrong[0])}: "
+                         f"expected an int id in [0, {vocab_size})")

@@ -1,10 +1,12 @@
-"""The engines that episodes sample from: an episode keeps to one, and goes on at another when that one dies."""
+"""The engines that episodes sample from: an episode keeps to one, where possible the one that has its group's prompt in
+its prefix cache, and goes on at another when that one dies."""
 from __future__ import annotations
 
 import asyncio
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Protocol
@@ -19,6 +21,8 @@ MOST_DEATHS = 3
 """Engines (or lives of one) that may die under one request. From the second on it is a suspect."""
 BACKOFF_SECONDS = 0.2
 """Mean pause before the first repetition of a request; each later one is twice as long."""
+CROWDED = 1.25
+"""An engine with more than this many times the fewest episodes gets no further ones because of their group."""
 
 
 class Generator(Protocol):
@@ -32,6 +36,8 @@ class Generator(Protocol):
 class _Engine:
     def __init__(self, client):
         self.client, self.seats = client, 0
+        self.groups: Counter[Hashable] = Counter()
+        """Seats here, by group."""
         self.return_: asyncio.Task | None = None
         """While it is gone: ends when it is back."""
 
@@ -66,10 +72,11 @@ class EnginePool:
         self._engines = [known[id(client)] for client in clients]
 
     @contextmanager
-    def seat(self, priority: int = 0) -> Iterator[Seat]:
-        """A place at the engine with the fewest episodes, whose prefix cache then holds the episode's earlier turns.
-        Engines take requests of a higher priority first."""
-        seat = Seat(self, priority)
+    def seat(self, priority: int = 0, group: Hashable = None) -> Iterator[Seat]:
+        """A place at the engine with the fewest episodes, whose prefix cache then holds the episode's earlier turns;
+        rather at one with others of its `group`, the rollouts of one prompt, unless that is crowded. Engines take
+        requests of a higher priority first."""
+        seat = Seat(self, priority, group)
         self._settle(seat)
         try:
             yield seat
@@ -77,16 +84,27 @@ class EnginePool:
             self._leave(seat)
 
     def _settle(self, seat: Seat) -> None:
-        """At the living engine with the fewest seats, rather not at one that failed it. At any, if all are gone; at
+        """At the living engine that is best for it, rather not at one that failed it. At any, if all are gone; at
         none, if there is none."""
         living = [engine for engine in self._engines if not engine.return_] or self._engines
-        seat.engine = min(living, key=lambda engine: (engine is seat.failed_at, engine.seats), default=None)
+        most = CROWDED * min((engine.seats for engine in living), default=0)
+
+        def order(engine: _Engine) -> tuple[bool, bool, int]:
+            has_prompt = seat.group in engine.groups and engine.seats <= most
+            return engine is seat.failed_at, not has_prompt, engine.seats
+        seat.engine = min(living, key=order, default=None)
         if seat.engine:
             seat.engine.seats += 1
+            if seat.group is not None:
+                seat.engine.groups[seat.group] += 1
 
     def _leave(self, seat: Seat) -> None:
         if seat.engine:
             seat.engine.seats -= 1
+            if seat.group is not None:
+                seat.engine.groups[seat.group] -= 1
+                if not seat.engine.groups[seat.group]:
+                    del seat.engine.groups[seat.group]
         seat.engine = None
 
     def _serves(self, engine: _Engine | None) -> bool:
@@ -137,8 +155,8 @@ class EnginePool:
 class Seat:
     """One episode's Generator."""
 
-    def __init__(self, pool: EnginePool, priority: int):
-        self._pool, self._priority = pool, priority
+    def __init__(self, pool: EnginePool, priority: int, group: Hashable):
+        self._pool, self._priority, self.group = pool, priority, group
         self.engine: _Engine | None = None
         self.failed_at: _Engine | None = None
 

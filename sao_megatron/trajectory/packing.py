@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sao_megatron.trajectory.routing import Routing, merge
 from sao_megatron.trajectory.types import Trajectory
 
 
@@ -41,16 +40,20 @@ class MicroBatch:
     """int64 [m]: action tokens of each trajectory."""
     last: np.ndarray
     """int64 [m]: packed position of each trajectory's last token, whose value is the one after the end."""
-    routing: Routing | None
-    """T rows; None if no trajectory has any."""
+
+    @property
+    def origin(self) -> np.ndarray:
+        """int64 [T]: which token each one is, of all its trajectories' tokens one after the other; -1 in padding."""
+        origin = np.full(len(self.tokens), -1)
+        if self.trajectories:
+            places = np.concatenate(_places(self.trajectories, self.cu_seqlens))
+            origin[places] = np.arange(len(places))
+        return origin
 
     @property
     def real(self) -> np.ndarray:
         """bool [T]: no padding."""
-        real = np.zeros(len(self.tokens), bool)
-        for place in _places(self.trajectories, self.cu_seqlens):
-            real[place] = True
-        return real
+        return self.origin >= 0
 
 
 def pack(trajectories: list[Trajectory], packed_length: int, sequence_multiple: int = 1) -> MicroBatch:
@@ -76,9 +79,7 @@ def pack(trajectories: list[Trajectory], packed_length: int, sequence_multiple: 
         targets=actions("tokens", np.int64), rollout_logprobs=actions("rollout_logprobs", np.float32),
         rewards=actions("rewards", np.float32), versions=actions("versions", np.int32),
         lengths=np.array([t.num_actions for t in trajectories], np.int64),
-        last=np.array([place[-1] for place in places], np.int64),
-        routing=merge([(place, t.routing) for t, place in zip(trajectories, places, strict=True)
-                       if t.routing is not None], packed_length))
+        last=np.array([place[-1] for place in places], np.int64))
 
 
 def _padded(trajectory: Trajectory, sequence_multiple: int) -> list[int]:

@@ -41,6 +41,29 @@ def concatenate(first: Routing | None, second: Routing | None) -> Routing | None
     return Routing(np.concatenate([first.experts, second.experts]), np.concatenate([first.recorded, second.recorded]))
 
 
+def runs(numbers: np.ndarray) -> np.ndarray:
+    """int64 [r, 2]: first and end (not included) of each run of consecutive ascending `numbers`, in their order."""
+    begins = np.flatnonzero(np.diff(numbers, prepend=numbers[:1] - 2) != 1)
+    ends = np.append(begins[1:], len(numbers))[:len(begins)]
+    return np.stack([numbers[begins], numbers[ends - 1] + 1], 1)
+
+
+def pick(parts: list[Routing | None], starts: np.ndarray, rows: np.ndarray, columns: slice, dtype) -> Routing:
+    """`rows` (int64 [r, 2], as of `runs`) and `columns` of `parts` laid one after the other; part i begins at row
+    `starts[i]` (int64 [parts + 1], the last one is the end). What a part of None has is not recorded."""
+    count, place = int((rows[:, 1] - rows[:, 0]).sum()), 0
+    picked = Routing(np.zeros((count, columns.stop - columns.start), dtype), np.zeros(count, bool))
+    for first, end in rows.tolist():
+        while first < end:
+            index = int(np.searchsorted(starts, first, side="right")) - 1
+            stop = min(end, int(starts[index + 1]))
+            here, there = slice(first - starts[index], stop - starts[index]), slice(place, place + stop - first)
+            if part := parts[index]:
+                picked.experts[there], picked.recorded[there] = part.experts[here, columns], part.recorded[here]
+            first, place = stop, there.stop
+    return picked
+
+
 def merge(parts: list[tuple[np.ndarray | slice, Routing]], length: int) -> Routing | None:
     """One Routing of `length` rows: each part at its place, the rest not recorded. None of no parts."""
     if not parts:

@@ -31,23 +31,26 @@ def gather_export(shards: ShardMap) -> dict[str, np.ndarray]:
     return {name: tensor for part in parts for name, tensor in part.items()}
 
 
-def policy_gradients(hf_config, source, parallel, data, token_budget: int, adapt=lambda module: None):
+def policy_gradients(hf_config, source, parallel, data, token_budget: int, replayed=None):
     """Exported gradients of the policy loss (plain DDP, so that every rank holds whole reduced gradients).
 
     Then the number of micro-batches, how often each of this rank's layers was computed, and whether TP ranks agree.
+    `replayed`: RoutingReplay, to have the trajectories' routing replayed.
     """
     module = models.build(hf_config, parallel, torch.float32)
-    adapt(module)
+    replay = replayed(module) if replayed else None
     passes = []
     module.decoder.layers[0].register_forward_hook(lambda *_: passes.append(1))
     shards = ShardMap(module, hf_config)
     shards.load(source)
     ddp = DistributedDataParallel(module.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), module)
     ddp.zero_grad_buffer()
-    batches = [to_device(b) for b in micro_batches(
+    batches = micro_batches(
         data["trajectories"], ps.get_data_parallel_world_size(), ps.get_data_parallel_rank(), token_budget,
         multiple_of=parallel.packed_multiple, equal_length=not models.varies_in_length(parallel),
-        sequence_multiple=parallel.sequence_multiple)]
+        sequence_multiple=parallel.sequence_multiple)
+    routing = replay.deal(batches, data["trajectories"]) if replay else [None] * len(batches)
+    batches = [to_device(batch, part) for batch, part in zip(batches, routing, strict=True)]
     objectives = []
     for batch in batches:
         advantages = [data["advantages"][t.id] for t in batch.source.trajectories]

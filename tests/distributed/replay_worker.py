@@ -10,13 +10,14 @@ from pathlib import Path
 
 from sao_megatron.learner import runtime
 import numpy as np
+import torch
 import torch.distributed as dist
 from layout_worker import policy_gradients
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from sao_megatron import config as configs
 from sao_megatron.errors import RunError
-from sao_megatron.learner.passes import local_batches
+from sao_megatron.learner.passes import local_batches, local_micro_batches
 from sao_megatron.learner.routing_replay import RoutingReplay
 from sao_megatron.learner.trainer import Trainer
 from sao_megatron.trajectory.routing import Routing
@@ -89,8 +90,20 @@ def one_process(model_dir: Path, parallel, trajectories: list) -> dict:
     return worst | {"id": first.id}
 
 
+def held_together(learner: Trainer, trajectories: list) -> int:
+    """Recorded choices (of one layer, of one token) that all ranks together hold after the routing was dealt."""
+    batches = learner._on_device(local_micro_batches(trajectories, learner.config), trajectories)
+    layers = len(learner.replay.layers)
+    held = torch.tensor(sum(int(batch.routing.recorded.sum()) * layers for batch in batches))
+    dist.all_reduce(held)
+    return int(held)
+
+
 def main(folder: Path, layouts: list[dict]) -> None:
     data = pickle.loads((folder / "data.pkl").read_bytes())
+    recorded = sum(int(t.routing.recorded.sum()) for t in data["trajectories"] if t.routing is not None)
+    if int(os.environ["RANK"]):  # as in a run: only rank 0 leases trajectories with their routing
+        data["trajectories"] = [replace(t, routing=None) for t in data["trajectories"]]
     expected, hf_config = dict(np.load(folder / "gradients.npz")), hf.read_config(folder / "model")
     results = {}
     for spec in layouts:
@@ -100,13 +113,17 @@ def main(folder: Path, layouts: list[dict]) -> None:
         runtime.initialize(parallel, seed=0)
         gradients, *_ = policy_gradients(hf_config, hf.SafetensorsFolder(folder / "model"), parallel, data, budget,
                                          RoutingReplay)
-        scores = make_learner(folder / "model", parallel, budget).score(data["trajectories"])
+        learner = make_learner(folder / "model", parallel, budget)
+        scores = learner.score(data["trajectories"])
         results[name] = dict(
+            held=held_together(learner, data["trajectories"]), recorded=recorded * hf_config["num_hidden_layers"],
             gradient={k: float(np.linalg.norm(gradients[k] - v) / (np.linalg.norm(v) or 1.0))
                       for k, v in expected.items()},
             logprob=apart(scores, data["logprobs"]))
         if name == "pp2":  # the first stage has a layer without experts, and nothing else
             changed, one_rank = pickle.loads((folder / "deepseek_v3" / "other.pkl").read_bytes())
+            if dist.get_rank():
+                changed = [replace(t, routing=None) for t in changed]
             scores = make_learner(folder / "deepseek_v3", parallel, budget).score(changed)
             results["pp2, deepseek_v3"] = dict(gradient={}, logprob=apart(scores, one_rank))
         if parallel.ranks == 1 and "one process, model" not in results:

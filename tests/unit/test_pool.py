@@ -1,5 +1,6 @@
 """Episodes over several engines of which some die, with in-process engines that implement the client's methods."""
 import asyncio
+from contextlib import ExitStack
 
 import pytest
 
@@ -47,6 +48,21 @@ async def test_an_episode_stays_and_episodes_spread():
         assert [await sample(one), await sample(two), await sample(one)] == [[5], [6], [5]]
     with pool.seat() as one:
         assert await sample(one) == [5]
+
+
+# If this fails, each rollout of a group computes the prompt anew at another engine, or a group overloads one engine.
+async def test_a_group_stays_together_while_its_engine_is_not_crowded():
+    pool = EnginePool([Engine(5), Engine(6)], patience=1)
+    with ExitStack() as stack:
+        def sit(group=None):
+            return stack.enter_context(pool.seat(group=group))
+        for _ in range(8):
+            sit()
+        members = [sit("a") for _ in range(3)]  # at one of five, then of six; the third would be one of seven
+        assert [await sample(seat) for seat in members] == [[5], [5], [6]]
+        assert await sample(sit("b")) == [6]
+    with pool.seat(group="b") as later:
+        assert await sample(later) == [5], "an engine is still taken to have the prompt of a group that has left it"
 
 
 # If this fails, one dead engine ends the run, or the request that goes on elsewhere is another one.

@@ -8,7 +8,7 @@ from sao_megatron.engine.reply import read_generation
 from sao_megatron.errors import UserError
 from sao_megatron.trajectory.packing import pack
 from sao_megatron.trajectory.recorded import find_store
-from sao_megatron.trajectory.routing import Routing
+from sao_megatron.trajectory.routing import Routing, pick, runs
 from sao_megatron.trajectory.store import Store
 from sao_megatron.trajectory.types import Trajectory, TrajectoryBuilder, decode, encode
 
@@ -104,10 +104,8 @@ def test_rows_of_a_segment_count_from_its_beginning():
     assert trajectory.routing.recorded.tolist() == wanted  # rows() leaves out the fourth
     assert trajectory.routing.experts[wanted, 0].tolist() == [0, 1, 2, 0, 1, 2, 4, 0, 1]
     packed = pack([trajectory], packed_length=24, sequence_multiple=4)
-    places = [0, 1, 2, 8, 9, 10, 12, 16, 17]
-    assert np.flatnonzero(packed.routing.recorded).tolist() == places
-    assert packed.routing.experts[places, 0].tolist() == [0, 1, 2, 0, 1, 2, 4, 0, 1]
     assert np.flatnonzero(packed.real).tolist() == [*range(5), *range(8, 14), *range(16, 19)]
+    assert packed.origin[packed.real].tolist() == list(range(14))
 
 
 # If this fails, turns that a dead controller sampled are replayed with the experts of a later prefill.
@@ -147,15 +145,13 @@ def test_rows_that_do_not_fit_are_refused():
         Routing(np.zeros((3, 2), np.uint8), np.ones(2, bool))
 
 
-# If this fails, a packed token is routed as one of another trajectory, or padding as a token.
-def test_packing_places_rows_like_tokens():
-    free = recorded_trajectory()
-    free.routing = None
-    batch = pack([recorded_trajectory(), free, recorded_trajectory(300)], packed_length=34, sequence_multiple=10)
-    assert batch.routing.experts.shape == (34, 2) and len(batch.routing) == 34
-    want = np.zeros(34, bool)
-    want[[0, 1, 2, 4, 5, 6, 20, 21, 22, 24, 25, 26]] = True
-    assert batch.routing.recorded.tolist() == want.tolist()
-    assert batch.routing.experts[want].tolist() == [
-        [i, i + 100 + top] for top in (0, 300) for i in (0, 1, 2, 4, 5, 6)]
-    assert pack([free], 9).routing is None
+# If this fails, a rank gets the routing of other tokens or layers than it asked for.
+def test_what_a_rank_asks_for_is_picked():
+    wide = recorded_trajectory(300)
+    parts, starts = [recorded_trajectory().routing, None, wide.routing], np.array([0, 9, 14, 23])
+    rows = np.array([2, 1, 20, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15])
+    assert runs(rows).tolist() == [[2, 3], [1, 2], [20, 21], [6, 16]]
+    assert runs(rows[:0]).tolist() == []
+    picked = pick(parts, starts, runs(rows), slice(1, 2), np.int16)
+    assert picked.recorded.tolist() == [True] * 4 + [False] * 7 + [True] * 2  # a last token has none, nor has None
+    assert picked.experts[picked.recorded].tolist() == [[102], [101], [406], [106], [400], [401]]

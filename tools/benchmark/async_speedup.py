@@ -120,7 +120,7 @@ def row(store: Store, options, engine: float) -> dict:
             "of_bound": max(rollout, learner) / (seconds / count), "engine_busy": engine,
             "learner_busy": busy / seconds, "episode_mean_s": float(np.mean(durations)),
             "episode_max_s": float(np.max(durations)), "lag_mean": float(lags.mean()),
-            "lag_p90": float(np.percentile(lags, 90)), "lag_max": int(lags.max()), "trajectories": count}
+            "lag_shares": (np.bincount(lags) / len(lags)).tolist(), "trajectories": count}
 
 
 def _trained(store: Store, steps: list[StepRow]) -> tuple[list[float], np.ndarray]:
@@ -137,12 +137,13 @@ def _trained(store: Store, steps: list[StepRow]) -> tuple[list[float], np.ndarra
 
 def show(rows: list[dict]) -> None:
     print(f"{'schedule':16} {'s/trajectory':>12} {'speed-up':>9} {'of bound':>9} {'rollout':>8} {'learner':>8} "
-          f"{'engine busy':>11} {'learner busy':>12} {'lag mean/p90/max':>17}")
+          f"{'engine busy':>11} {'learner busy':>12} {'lag mean':>8}  % of tokens at lag 0, 1 …")
     for one in rows:
         print(f"{one['schedule']:16} {one['seconds_per_trajectory']:12.4f} {one['speedup']:8.2f}x "
               f"{one['of_bound']:9.2f} "
               f"{one['rollout_limit']:8.4f} {one['learner_limit']:8.4f} {one['engine_busy']:11.0%} "
-              f"{one['learner_busy']:12.0%} {one['lag_mean']:7.2f}/{one['lag_p90']:.0f}/{one['lag_max']}")
+              f"{one['learner_busy']:12.0%} {one['lag_mean']:8.2f}  "
+              f"{' '.join(f'{share:.0%}'[:-1] for share in one['lag_shares'])}")
 
 
 def main() -> None:

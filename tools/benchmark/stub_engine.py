@@ -13,6 +13,7 @@ import math
 import random
 from typing import Any
 
+import orjson
 from aiohttp import web
 
 STATE: web.AppKey[argparse.Namespace] = web.AppKey("options", argparse.Namespace)
@@ -37,7 +38,7 @@ def sampled(input_ids: list[int], parameters: dict[str, Any], options: argparse.
 
 
 async def generate(request: web.Request) -> web.StreamResponse:
-    options, body = request.app[STATE], await request.json()
+    options, body = request.app[STATE], orjson.loads(await request.read())
     if options.fault == "refuse":
         return web.json_response({"error": {"message": "overloaded"}}, status=503)
     if options.fault == "hang":
@@ -50,7 +51,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
         reply = sampled(ids, parameters, options)
     if options.fault == "cut":
         request.transport.close()
-    return web.json_response(reply)
+    return web.Response(body=orjson.dumps(reply), content_type="application/json")
 
 
 async def health(_request: web.Request) -> web.Response:
