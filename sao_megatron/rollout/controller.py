@@ -50,8 +50,9 @@ async def run_controller(config: RunConfig, task: Task, store: Store, clients: l
     row failed, or if the controller could do nothing for `learner_patience` seconds because the learner published
     nothing.
     """
-    pool = EnginePool(clients, config.engine.start_timeout, config.rollout.request_tokens,
+    pool = EnginePool([], config.engine.start_timeout, config.rollout.request_tokens,
                       lambda: (store.published() or (None,))[0])
+    pool.use(clients)  # one of them may be healthy, started again a moment ago, and without weights
     controller = _Controller(config, task, store, pool, index, list(sets), learner_patience)
     try:
         await controller.run(find_clients or (lambda: clients))

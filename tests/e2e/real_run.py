@@ -99,6 +99,16 @@ class Run:
         """Ids of the trajectories that are in the store."""
         return {name for name, in query(self.folder.store_path, "SELECT id FROM trajectories")}
 
+    def kill_launcher(self) -> None:
+        """Kill `train` itself, and see all that it started end too."""
+        self.children()
+        self.process.kill()
+        self.process.wait(END_SECONDS)
+        deadline = time.monotonic() + END_SECONDS
+        while self.survivors() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert self.survivors() == []
+
     def end(self) -> None:
         """Kill whatever is left."""
         self.children()

@@ -46,6 +46,24 @@ def test_a_prompt_that_always_fails_is_quarantined(tmp_path):
     assert store.counts()["trained"] == 180
 
 
+# If this fails, a controller that starts while an engine starts again asks it before it has weights, and dies of that.
+def test_an_engine_without_weights_is_not_asked(tmp_path, monkeypatch):
+    monkeypatch.setattr(pools, "LOOK_SECONDS", 0.001)
+
+    class Reborn(FakeEngine):
+        looks = 0
+
+        async def model_version(self):
+            self.looks += 1
+            return self.version if self.looks > 3 else None
+
+        async def generate(self, input_ids, **sampling):
+            assert self.looks > 3, "publish a version first"
+            return await super().generate(input_ids, **sampling)
+    reborn = Reborn(binary_search)
+    assert train(tmp_path / "store.db", GuessNumber(), reborn).counts()["trained"] == 72 and reborn.requests
+
+
 # If this fails, a request that kills engines takes the whole run with it, although others are well.
 def test_a_deadly_prompt_costs_its_own_episodes(tmp_path, monkeypatch):
     monkeypatch.setattr(pools, "LOOK_SECONDS", 0.001)
