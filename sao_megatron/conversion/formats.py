@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 
-from sao_megatron.conversion.job import Job, write_whole
+from sao_megatron.conversion.job import Job
 from sao_megatron.errors import UserError
+from sao_megatron.files import write_whole
 from sao_megatron.learner.megatron_folder import WholeModel, join_parts, stored_dtype
 from sao_megatron.weights import hf, saving
 from sao_megatron.weights.families import family_of
@@ -29,6 +30,7 @@ def hf_to_megatron(source: Path, target: Path, dtype: str | None = None) -> None
     family_of(hf_config)
     tensors = SafetensorsFolder(source)
     tensors.check()
+    hf.check_tensors(tensors, hf_config)
     dtype = dtype or _dtype_of(hf_config)
     model = WholeModel(hf_config, getattr(torch, dtype))
     job = Job(target, {"verb": "hf-to-megatron", "source": str(source.resolve()), "dtype": dtype}, model)
@@ -56,7 +58,8 @@ def megatron_to_hf(source: Path, target: Path, model_dir: Path | None = None, mt
 
     def write(part: int) -> None:
         entries = saving.write_files(iter(model.read(part, source).items()), job.partial, f"model-{part:05d}")
-        write_whole(job.partial / f"part-{part:05d}.json", {name: asdict(entry) for name, entry in entries.items()})
+        write_whole(job.partial / f"part-{part:05d}.json",
+                    json.dumps({name: asdict(entry) for name, entry in entries.items()}))
     job.run(write)
     if job.is_first:
         entries = {}

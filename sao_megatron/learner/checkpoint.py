@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from sao_megatron.learner import runtime
 from megatron.core import dist_checkpointing
@@ -45,7 +46,7 @@ class Saver:
         self.section = trainer.config.checkpoint
         self._pending: _Pending | None = None
         self.newest = newest
-        """Learner steps in the last checkpoint that was begun."""
+        """Learner steps in the last checkpoint that was begun; -1 once it has failed."""
 
     def save(self, step: int, updates: int) -> None:
         """Begin to save the weights after `step` learner steps; waits for the one before to be complete."""
@@ -72,13 +73,22 @@ class Saver:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        if faults := pending.faults():
+        faults = pending.faults()
+        if faults:
             pending.forget_results()
+        else:
+            try:
+                for function in pending.request.finalize_fns:
+                    function()
+            except CheckpointException as error:  # on every rank alike: a writer ended well, but could not write
+                faults = [" ".join(str(error).split())[-300:]]
+        if faults:
             log.warning("checkpoint of step %d was not saved (%s); the next one will be", pending.state["step"],
                         ", ".join(faults))
+            self.newest = -1
+            if dist.get_rank() == 0:
+                self.folder.discard(pending.path)
             return
-        for function in pending.request.finalize_fns:
-            function()
         if dist.get_rank() == 0:
             self.folder.finish(pending.path, pending.state, self.section.keep)
             log.info("checkpoint of step %d saved in %.1f s", pending.state["step"], time.monotonic() - pending.began)

@@ -32,7 +32,8 @@ from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 
 from sao_megatron.config import ParallelSection
-from sao_megatron.errors import UserError
+from sao_megatron.errors import RunError, UserError
+from sao_megatron.files import sync
 from sao_megatron.weights.hf import TensorSource
 from sao_megatron.weights.rules import split
 from sao_megatron.weights.shards import Parameter, ShardMap, hf_shapes
@@ -212,13 +213,18 @@ def _write_part(state: dict, folder: Path, part: int) -> None:
     if part == 0:
         state = state | {"common_state": ShardedObject("common_state", {}, (1,), (0,))}
     scratch, file = folder / f"part-{part:05d}.tmp", f"part-{part:05d}.distcp"
-    dcp.save(_as_torch_saves_it(state), storage_writer=dcp.FileSystemWriter(scratch),
-             planner=MCoreSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False), no_dist=True)
+    try:
+        dcp.save(_as_torch_saves_it(state), storage_writer=dcp.FileSystemWriter(scratch),
+                 planner=MCoreSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False), no_dist=True)
+    except dcp.api.CheckpointException as error:
+        raise RunError(f"{folder / file} cannot be written ({str(error).strip().splitlines()[-1]}): is its disk full?"
+                       ) from None
     metadata = pickle.loads((scratch / ".metadata").read_bytes())
     written, = {info.relative_path for info in metadata.storage_data.values()}
     (scratch / written).rename(folder / file)
     metadata.storage_data = {k: replace(info, relative_path=file) for k, info in metadata.storage_data.items()}
     (scratch / "renamed").write_bytes(pickle.dumps(metadata))
+    sync(scratch / "renamed")
     (scratch / "renamed").rename(_metadata_path(folder, part))
     (scratch / ".metadata").unlink()
     scratch.rmdir()

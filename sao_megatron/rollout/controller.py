@@ -256,4 +256,6 @@ class _Controller:
                                "asyncio.CancelledError through")
         await asyncio.sleep(0)  # the callbacks of those that ended
         self._write_finished()
+        if self.half_done:
+            self.half_done.write()
         self._write_numbers()

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from sao_megatron.errors import UserError
-from sao_megatron.weights import rope
+from sao_megatron.weights import fields, rope
+from sao_megatron.weights.folder import common_name
 
 
 @dataclass(frozen=True)
@@ -59,15 +60,15 @@ class Family:
     rope_types: tuple[str, ...] = ("default",)
     checks: tuple[Callable[[dict], None], ...] = ()
     """Each raises UserError for values that do not go together."""
+    absent: Callable[[dict], tuple[Rule, ...]] = lambda hf: ()
+    """Rules whose parameters a model with this HF config does not have."""
     _patterns: list = field(default_factory=list, compare=False)
+    _hf_patterns: list = field(default_factory=list, compare=False)
 
     def __post_init__(self):
         for rule in self.rules:
-            for name in rule.megatron:
-                pattern = re.escape(name)
-                for index in ("layer", "expert"):
-                    pattern = pattern.replace(rf"\{{{index}\}}", rf"(?P<{index}>\d+)")
-                self._patterns.append((re.compile(pattern + "$"), rule))
+            self._patterns.extend((_pattern(name), rule) for name in rule.megatron)
+            self._hf_patterns.extend((_pattern(common_name(name)), rule) for name in rule.hf)
 
     def find(self, global_name: str) -> tuple[Rule, tuple[str, ...]]:
         """Rule and HF names of a Megatron parameter (global layer and expert numbers). KeyError if there is none."""
@@ -76,21 +77,39 @@ class Family:
                 return rule, tuple(name.format(**match.groupdict()) for name in rule.hf)
         raise KeyError(f"{self.name} has no rule for the Megatron parameter {global_name}")
 
+    def holds(self, hf_name: str, hf_config: dict) -> bool:
+        """Whether the model of this config has the HF tensor `hf_name`."""
+        absent = self.absent(hf_config)
+        for pattern, rule in self._hf_patterns:
+            if rule not in absent and (match := pattern.fullmatch(common_name(hf_name))):
+                found = match.groupdict()
+                return (int(found.get("layer", 0)) < hf_config["num_hidden_layers"]
+                        and int(found.get("expert", 0)) < hf_config.get("num_experts", 1))
+        return False
+
     def check_config(self, hf_config: dict) -> None:
         """Raise UserError for a field of config.json that this family does not know, a value that it does not support,
         or a missing field."""
         for key, value in hf_config.items():
-            if key in self.only and value != self.only[key]:
+            if key in self.only and (value or None) != (self.only[key] or None):  # null is as good as false, 0 or []
                 raise UserError(f"config.json: {key}={value!r} is not supported for {self.architecture}; "
                                 f"only {self.only[key]!r} is")
             if key not in self.used_fields | self.harmless_fields | self.only.keys() | {"rope_scaling"}:
                 raise UserError(f"config.json: field {key!r} is not known for {self.architecture} and may change "
                                 f"the maths: remove it if it has no effect")
+        fields.check(hf_config, self.used_fields, self.architecture)
         for key in sorted(self.used_fields - hf_config.keys()):
             raise UserError(f"config.json: field {key!r} is required for {self.architecture} and missing")
         rope.check(hf_config["rope_scaling"], self.rope_types, self.architecture)
         for check in self.checks:
             check(hf_config)
+
+
+def _pattern(name: str) -> re.Pattern:
+    pattern = re.escape(name)
+    for index in ("layer", "expert"):
+        pattern = pattern.replace(rf"\{{{index}\}}", rf"(?P<{index}>\d+)")
+    return re.compile(pattern + "$")
 
 
 def join(rule: Rule, tensors: list[Tensor], geometry: Geometry, parts: int, part: int) -> Tensor:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import yaml
 from ranks import World
-from served import START_SECONDS, VOCAB, engine_process, hf_logprobs, make_tiny_model
+from served import QUICK, START_SECONDS, VOCAB, engine_process, hf_logprobs, make_tiny_model
 
 from sao_megatron.engine.client import EngineClient
 from sao_megatron.errors import RunError
@@ -104,7 +104,7 @@ def stand(tmp_path_factory):
     finally:
         stand.learner.kill()
         for engine in stand.engines:
-            engine.stop()
+            engine.stop(QUICK)
 
 
 # If one fails, engines sample from a model that is not the learner's, and nobody notices: SGLang says success.
@@ -167,7 +167,7 @@ class OneTurn:
     ({"via": "disk"}, [10, 11, 12], 4096),
     ({"mode": "retract"}, [13, 14, 15], 90),  # the turn is asked for in pieces
 ], ids=str)
-def test_modes_and_disk(stand, change, prompt, request_tokens, tmp_path):
+def test_partial_turns_go_on_in_every_mode(stand, change, prompt, request_tokens, tmp_path):
     from transformers import AutoModelForCausalLM
     stand.do(save=str(tmp_path / "old"))
     old_version = stand.version

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ranks import World
-from served import START_SECONDS, VOCAB, engine_process
+from served import QUICK, START_SECONDS, VOCAB, engine_process
 
 from sao_megatron.engine.client import EngineClient
 
@@ -58,7 +58,7 @@ def published(tmp_path_factory):
             world.wait(400)
         yield folder, {name: engine.url for name, engine in engines.items()}
     finally:
-        server.stop()
+        server.stop(QUICK)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

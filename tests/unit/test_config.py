@@ -97,6 +97,14 @@ def test_times_are_texts(recipe):
     assert run_config.load(recipe).cluster.time == "2:30:00"
 
 
+# If this fails, 1e-6 in model.fresh or in a task's options is a text, or a name like it becomes a number on resume.
+def test_numbers_without_a_point(recipe, tmp_path):
+    config = run_config.load(recipe, ["task.options.rate=1e-6", "task.options.other=-2E+3", 'name="1e5"'])
+    assert config.task.options["rate"] == 1e-6 and config.task.options["other"] == -2000.0
+    run_config.save(config, tmp_path / "saved.yaml")
+    assert run_config.load(tmp_path / "saved.yaml") == config and config.name == "1e5"
+
+
 # If one fails, a mistyped override is taken for something else.
 @pytest.mark.parametrize(("override", "part"), [
     ("steps", "'steps' is not of the form key.subkey=value"),

@@ -40,6 +40,16 @@ def test_the_head_is_the_embeddings(tmp_path, files):
     assert torch.equal(folder.get(EMBEDDINGS, (8, 4)), tensors[EMBEDDINGS])
 
 
+# If this fails, a tied model whose folder has the head too gets a second one, and is refused.
+def test_a_head_that_is_there_is_taken(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    save_file({EMBEDDINGS: torch.ones(8, 4), HEAD: torch.ones(8, 4)}, source / "model.safetensors")
+    (source / "config.json").write_text(json.dumps(CONFIG))
+    SafetensorsFolder(untie(source, tmp_path / "untied")).check()
+    assert not (tmp_path / "untied" / "head.safetensors").exists()
+
+
 # If this fails, a model whose head SGLang ties by itself is copied for nothing.
 def test_other_models_need_none(tmp_path):
     for number, change in enumerate(({"tie_word_embeddings": False}, {"architectures": ["Qwen3ForCausalLM"]})):

@@ -20,7 +20,8 @@ GLM4_MOE = Family(
         "attention_bias", "use_qk_norm", "partial_rotary_factor"},
     harmless_fields=blocks.HARMLESS_WITH_SIGMOID_ROUTER,
     only={key: value for key, value in blocks.ONLY_WITH_SIGMOID_ROUTER.items() if key != "attention_bias"},
-    checks=(blocks.check_sigmoid_router,))
+    checks=(blocks.check_sigmoid_router,),
+    absent=lambda hf: (() if hf["attention_bias"] else blocks.QKV_BIAS) + (() if hf["use_qk_norm"] else blocks.QK_NORM))
 
 
 def _sparse_attention(hf: dict) -> dict:
