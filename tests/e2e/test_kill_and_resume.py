@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from sao_megatron.trajectory.store import Store
 
 STEPS = 20
-LIVE_STEPS = 32
+LIVE_STEPS = 26
 """While a controller starts again, the learner makes up to rollout.max_lag + 1 steps: enough for all kills."""
 MODEL = ["parallel={ranks: 1}", f"steps={STEPS - 2}", "algorithm.critic_only_steps=2", f"batch.trajectories={BATCH}",
          "warmup.steps=3", "warmup.trajectories=16", "policy_optimizer.warmup_steps=5"]
