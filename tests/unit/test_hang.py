@@ -20,11 +20,11 @@ from sao_megatron.heartbeat import Heart
 from sao_megatron.trajectory.store import Store
 rank, store = os.environ["RANK"], sys.argv[1]
 mark = f"{store}.lived-{rank}"
-heart = Heart(int(rank))
-while rank == "0" and not os.path.exists(f"{store}.lived-1"):
-    time.sleep(0.02)  # else it could pass for one that waits, while rank 1 still starts
-heart.beat("policy of step 3")
 if not os.path.exists(mark):
+    heart = Heart(int(rank))
+    while rank == "0" and not os.path.exists(f"{store}.lived-1"):
+        time.sleep(0.02)  # else it could pass for one that waits, while rank 1 still starts
+    heart.beat("policy of step 3")
     open(mark, "w").close()
     if rank == "1":
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -41,7 +41,7 @@ while not Store(sys.argv[1]).get_state("finished", False):
 
 # If this fails, a learner of which one rank hangs burns its nodes until somebody looks, or nobody learns which rank.
 def test_a_stopped_rank_is_named_and_started_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(hang, "STACK_SECONDS", 1.5)
+    monkeypatch.setattr(hang, "STACK_SECONDS", 1.0)
     monkeypatch.setattr(watch, "POLL_SECONDS", 0.1)
     config = run_config.parse({
         "name": "hangs", "runs_dir": str(tmp_path), "steps": 2, "task": {"name": "guess_number"}, "restarts": 1,
@@ -52,7 +52,7 @@ def test_a_stopped_rank_is_named_and_started_again(tmp_path, monkeypatch):
         return ProcessSpec(name, [sys.executable, "-c", code, str(path)], environment)
     ranks = [python(f"learner-{rank}", RANK, RANK=str(rank), MASTER_ADDR="127.0.0.1") for rank in range(2)]
     placement = OneMachine(Plan([], python("controller", FOLLOW), ranks, []), tmp_path / "logs")
-    with Store(path) as store, Supervisor(placement.log_dir, grace=1.0) as supervisor:
+    with Store(path) as store, Supervisor(placement.log_dir, grace=0.5) as supervisor:
         watched = Watch(config, placement, store, supervisor, Progress(2, journal=Events(journal)))
         watched.start()
         store.set_published(0, 0)
