@@ -11,6 +11,7 @@ from sao_megatron.errors import UserError
 from sao_megatron.learner.megatron_folder import MegatronFolder
 from sao_megatron.weights import hf
 from sao_megatron.weights.folder import SafetensorsFolder, common_name
+from sao_megatron.weights.rules import HEAD
 
 SHOWN = 10
 """Differences that are printed."""
@@ -55,7 +56,8 @@ def _verify_one(folder: Path, source) -> int:
         except UserError as error:
             faults += 1
             print(error)
-    print(f"{len(names)} tensors of {folder} read, {faults} damaged")
+    print(f"{len(names)} tensors of {folder} read, {faults} damaged" + (
+        "" if source.has_checksums else " (it has no checksums: only what cannot be read was found)"))
     return faults
 
 
@@ -84,12 +86,12 @@ def _say(count: int, text: str) -> None:
 def _is_left_out(name: str, hf_config: dict) -> bool:
     """Tensors that lie in HF folders but belong to no part of the model that is trained: MTP layers, a tied head."""
     return (hf.is_mtp(name, hf_config["num_hidden_layers"])
-            or name == hf.HEAD and hf_config["tie_word_embeddings"])
+            or name == HEAD and hf_config["tie_word_embeddings"])
 
 
 def _open(folder: Path) -> SafetensorsFolder | MegatronFolder:
     if (folder / ".metadata").is_file():
-        return MegatronFolder(folder, hf.read_config(model_directory(folder)))
+        return MegatronFolder(folder, hf.read_config(model_directory(folder)), *share())
     source = SafetensorsFolder(folder)
     source.check()
     return source

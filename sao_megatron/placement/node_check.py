@@ -46,7 +46,7 @@ def main(address: str, port: int) -> None:
 
 def _facts(questions: dict) -> dict:
     token = Path(questions["token"])
-    for _ in range(20):  # a file server may show a new file late
+    for _ in range(10):  # a file server may show a new file late
         if token.exists():
             break
         time.sleep(0.5)

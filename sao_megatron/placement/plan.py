@@ -31,7 +31,7 @@ def learner_environment(gpu: bool) -> dict[str, str]:
         return {}
     return {
         # Micro-batches differ in length; without this, what each leaves between the others' blocks is lost to them.
-        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         # Megatron-Core issues communication before the kernels that are to hide it: one queue keeps the order.
         "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 

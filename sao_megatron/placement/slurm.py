@@ -6,17 +6,19 @@ is on them. The supervisor sees the sruns; signals to them reach their tasks.
 """
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from sao_megatron.config import ClusterSection, RunConfig
 from sao_megatron.config.cluster import PORTS
 from sao_megatron.config.cluster import placement as places
 from sao_megatron.engine.process import engine_command, engine_environment
-from sao_megatron.errors import UserError
+from sao_megatron.errors import Unfinished, UserError
 from sao_megatron.placement.allocation import Allocation, Node, down
 from sao_megatron.placement.plan import Plan, learner_environment
 from sao_megatron.placement.preflight import Preflight
@@ -124,8 +126,20 @@ class SlurmPlacement:
                                tasks=max(1, self.config.cluster.gpus_per_node))
 
     def leave_out(self, bad: Mapping[str, str]) -> None:
-        """Deal the nodes out anew without these (name → why)."""
-        self.roles = assign(self.config.cluster, self.nodes, bad)
+        """Deal the nodes out anew without these (name → why).
+
+        Where too few are left: Unfinished if most are good, and the script (slurm/lib.sh) is to start the job again
+        without the bad ones; else UserError, for it is something that all nodes share.
+        """
+        try:
+            self.roles = assign(self.config.cluster, self.nodes, bad)
+        except UserError:
+            unwanted = os.environ.get("SAO_EXCLUDE")
+            if unwanted is None or 2 * len(bad) >= sum(map(len, self.nodes)):
+                raise
+            Path(unwanted).write_text("".join(f"{name}\n" for name in bad))
+            reasons = "; ".join(f"{name} failed the preflight: {why}" for name, why in bad.items())
+            raise Unfinished(f"{reasons}; no spare node is left, so the job is to get others") from None
         self._deal_engines()
 
     def _deal_engines(self) -> None:

@@ -60,6 +60,10 @@ class SafetensorsFolder:
     def is_quantized(self) -> bool:
         return self._block is not None
 
+    @property
+    def has_checksums(self) -> bool:
+        return bool(self._checksums)
+
     def check(self) -> None:
         """Open every file, look for every tensor that the index names and for any that lies in two of the files. Raises
         UserError naming file and tensor."""

@@ -15,9 +15,9 @@ from sao_megatron.errors import UserError
 from sao_megatron.files import write_whole
 from sao_megatron.weights import rope
 from sao_megatron.weights.families import family_of
-from sao_megatron.weights.folder import SafetensorsFolder, read_json
+from sao_megatron.weights.folder import SafetensorsFolder, common_name, read_json
+from sao_megatron.weights.rules import EMBEDDINGS, HEAD
 
-EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _ROWS = 4096
 
 
@@ -101,15 +101,20 @@ def _check_folder(folder: Path, with_mtp: bool) -> None:
 
 
 def check_tensors(tensors: SafetensorsFolder, hf_config: dict) -> None:
-    """Raise UserError for a tensor that the model of config.json has no place for, or for a head that it ties away:
-    what is left out without a word makes another model."""
-    family, names = family_of(hf_config), tensors.names()
-    strange = [name for name in names if not family.holds(name, hf_config) and not _is_left_out(name, hf_config)]
-    if strange:
-        more = f" (nor for {len(strange) - 1} more)" if len(strange) > 1 else ""
-        raise UserError(f"{tensors.folder}: the {family.architecture} of config.json has no place for tensor "
-                        f"{strange[0]}{more}: take the config.json that belongs to these weights")
-    if not hf_config["tie_word_embeddings"] or HEAD not in names:
+    """Raise UserError for a tensor that the model of config.json lacks, for one that it has no place for (left out
+    without a word, it would make another model), or for a head that it ties away."""
+    family = family_of(hf_config)
+    wanted = {common_name(name): name for name in family.names(hf_config)}
+    there = {common_name(name): name for name in tensors.names()}
+    ours = f"the {family.architecture} of config.json"
+    strange = [name for name in there.keys() - wanted.keys() if not _is_left_out(name, hf_config)]
+    for names, known, what in ((strange, there, f"{ours} has no place for"),
+                               (wanted.keys() - there.keys(), wanted, f"{ours} needs, and this folder lacks,")):
+        if names:
+            more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+            raise UserError(f"{tensors.folder}: {what} tensor {known[min(names)]}{more}: take config.json and weights "
+                            f"of one model")
+    if HEAD not in there or not hf_config["tie_word_embeddings"]:
         return
     shape = tensors.shape(EMBEDDINGS)
     for row in range(0, shape[0], _ROWS):
@@ -120,10 +125,11 @@ def check_tensors(tensors: SafetensorsFolder, hf_config: dict) -> None:
 
 
 def _is_left_out(name: str, hf_config: dict) -> bool:
-    """Tensors that folders hold beside the weights that are trained: multi-token prediction, a table that is reckoned
-    anew (of old versions of transformers)."""
+    """Tensors that folders hold beside the weights that are trained: multi-token prediction, a tied head, an indexer
+    in layers that use another's, a table that is reckoned anew (of old versions of transformers)."""
     layers, mtp_layers = hf_config["num_hidden_layers"], hf_config.get("num_nextn_predict_layers") or 0
-    return (name.endswith(".rotary_emb.inv_freq")
+    return (name.endswith(".rotary_emb.inv_freq") or name == HEAD and hf_config["tie_word_embeddings"]
+            or ".self_attn.indexer." in name and "index_topk" in hf_config
             or is_mtp(name, layers) and not is_mtp(name, layers + mtp_layers))
 
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from sao_megatron.errors import UserError
 from sao_megatron.weights import fields, rope
-from sao_megatron.weights.folder import common_name
+
+EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -60,15 +61,17 @@ class Family:
     rope_types: tuple[str, ...] = ("default",)
     checks: tuple[Callable[[dict], None], ...] = ()
     """Each raises UserError for values that do not go together."""
-    absent: Callable[[dict], tuple[Rule, ...]] = lambda hf: ()
-    """Rules whose parameters a model with this HF config does not have."""
+    has: Callable[[dict, Rule, int], bool] = lambda hf, rule, layer: True
+    """Whether a model with this HF config has the parameters of a rule in a layer."""
     _patterns: list = field(default_factory=list, compare=False)
-    _hf_patterns: list = field(default_factory=list, compare=False)
 
     def __post_init__(self):
         for rule in self.rules:
-            self._patterns.extend((_pattern(name), rule) for name in rule.megatron)
-            self._hf_patterns.extend((_pattern(common_name(name)), rule) for name in rule.hf)
+            for name in rule.megatron:
+                pattern = re.escape(name)
+                for index in ("layer", "expert"):
+                    pattern = pattern.replace(rf"\{{{index}\}}", rf"(?P<{index}>\d+)")
+                self._patterns.append((re.compile(pattern + "$"), rule))
 
     def find(self, global_name: str) -> tuple[Rule, tuple[str, ...]]:
         """Rule and HF names of a Megatron parameter (global layer and expert numbers). KeyError if there is none."""
@@ -77,15 +80,15 @@ class Family:
                 return rule, tuple(name.format(**match.groupdict()) for name in rule.hf)
         raise KeyError(f"{self.name} has no rule for the Megatron parameter {global_name}")
 
-    def holds(self, hf_name: str, hf_config: dict) -> bool:
-        """Whether the model of this config has the HF tensor `hf_name`."""
-        absent = self.absent(hf_config)
-        for pattern, rule in self._hf_patterns:
-            if rule not in absent and (match := pattern.fullmatch(common_name(hf_name))):
-                found = match.groupdict()
-                return (int(found.get("layer", 0)) < hf_config["num_hidden_layers"]
-                        and int(found.get("expert", 0)) < hf_config.get("num_experts", 1))
-        return False
+    def names(self, hf_config: dict) -> set[str]:
+        """Every HF tensor of the model of this config; a head only if it is not tied."""
+        found = set()
+        for rule in self.rules:
+            layers = range(hf_config["num_hidden_layers"]) if "{layer}" in rule.hf[0] else (0,)
+            experts = range(hf_config["num_experts"]) if rule.expert else (0,)
+            found |= {name.format(layer=layer, expert=expert) for layer in layers if self.has(hf_config, rule, layer)
+                      for expert in experts for name in rule.hf}
+        return found - ({HEAD} if hf_config["tie_word_embeddings"] else set())
 
     def check_config(self, hf_config: dict) -> None:
         """Raise UserError for a field of config.json that this family does not know, a value that it does not support,
@@ -103,13 +106,6 @@ class Family:
         rope.check(hf_config["rope_scaling"], self.rope_types, self.architecture)
         for check in self.checks:
             check(hf_config)
-
-
-def _pattern(name: str) -> re.Pattern:
-    pattern = re.escape(name)
-    for index in ("layer", "expert"):
-        pattern = pattern.replace(rf"\{{{index}\}}", rf"(?P<{index}>\d+)")
-    return re.compile(pattern + "$")
 
 
 def join(rule: Rule, tensors: list[Tensor], geometry: Geometry, parts: int, part: int) -> Tensor:

@@ -10,7 +10,8 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from sao_megatron.weights.folder import CHECKSUMS, INDEX, SafetensorsFolder
-from sao_megatron.weights.hf import EMBEDDINGS, HEAD, read_config
+from sao_megatron.weights.hf import read_config
+from sao_megatron.weights.rules import EMBEDDINGS, HEAD
 
 
 def needs_head(model_dir: Path) -> bool:

@@ -13,14 +13,16 @@ from pathlib import Path
 import numpy as np
 import torch.distributed as dist
 
-from sao_megatron.learner import runtime
+from sao_megatron.learner import integrity, runtime
 from sao_megatron import config as configs
 from sao_megatron.checkpoints import CheckpointFolder
+from sao_megatron.errors import UserError
 from sao_megatron.learner.checkpoint import Saver, load
 from sao_megatron.learner.trainer import Trainer
 from sao_megatron.weights import hf
 
 sys.path.insert(0, str(Path(__file__).parent))
+from convert_worker import flip_bit_of_data  # noqa: E402
 from layout_worker import gather_export  # noqa: E402
 
 SAVED, MORE = 2, 2
@@ -44,6 +46,27 @@ def train_on(trainer: Trainer, data: dict, first: int, steps: int) -> dict:
     metrics = [trainer.train_step(batches[i % len(batches)], version=i).metrics for i in range(first, first + steps)]
     critic = gather_export(trainer.critic.shards) if trainer.critic else {}
     return {"metrics": metrics, "policy": gather_export(trainer.policy_shards), "critic": critic}
+
+
+def damaged(trainer: Trainer, checkpoint) -> list[str]:
+    """What the ranks say, of which one loads the item that has a flipped bit; then the bit is as it was."""
+    path = max(checkpoint.path.glob("*.distcp"))
+    whole = path.read_bytes()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        flip_bit_of_data(path)
+    dist.barrier()
+    said: list = [None] * dist.get_world_size()
+    try:
+        integrity.check(checkpoint.path, share=dist.get_rank(), shares=dist.get_world_size())
+        mine = ""
+    except UserError as error:
+        mine = str(error)
+    dist.all_gather_object(said, mine)
+    if dist.get_rank() == 0:
+        path.write_bytes(whole)
+    dist.barrier()
+    return sorted(said)
 
 
 @contextmanager
@@ -76,6 +99,7 @@ def main(folder: Path, cases: dict[str, dict]) -> None:
             with full_disk() if dist.get_rank() == 1 else nullcontext():  # its writer inherits that
                 saver.save(step=SAVED + MORE, updates=SAVED + MORE)
             saver.finish()
+            results[name]["damaged"] = damaged(trainer, checkpoints.latest())
             results[name]["left"] = [path.name for path in checkpoints.path.iterdir()]
         results[name]["complete"] = [checkpoint.step for checkpoint in checkpoints.complete()]
         for layout, sizes in case["loaded"].items():

@@ -68,29 +68,33 @@ def twin_of(name: str, folder: Path) -> Path:
 
 
 # If this fails, a kind of parallelism cannot train on a cluster, the roles of a job over two partitions are misplaced,
-# or the way from `submit` over the time limit to the exported checkpoint, and to its conversion, ends before its end.
+# or the way from `submit` over a bad node and the time limit to the exported checkpoint, and to its conversion, ends
+# before its end.
 def test_a_twin_trains(submit, job: Job, tmp_path, capsys):
+    job.cluster.power_off("node2")
+    job.cluster.power_on("node2", hidden=tmp_path)  # where it sees no run's folder
+    job.cluster.wait_idle()
     code, out, error = submit(
         twin_of("qwen3-30b-a3b-math", tmp_path), f"runs_dir={tmp_path}", "name=run", "steps=7",
-        "cluster.learner_partition=learners", "cluster.rollout_partition=engines", "cluster.sbatch_args=[--gres=gpu:2]",
-        "cluster.preflight_seconds=0")
+        "cluster.learner_partition=learners", "cluster.rollout_partition=engines", "cluster.sbatch_args=[--gres=gpu:2]")
     assert code == 0, error
     job.id = out.split("queued as job ")[1].split(";")[0]
     job.out_path = tmp_path / f"run.slurm-{job.id}.out"
     job.until(job.steps, "the first step")
+    assert "node2 failed the preflight" in job.events("requeue")[0].why  # and its place is taken by another
     for role in ("sao_megatron.cli learner", "sao_megatron.engine.cpu"):  # steps overlap: each sees the node's GPUs
         assert job.find(role).environ()["CUDA_VISIBLE_DEVICES"] == "0,1"
     places = {name: (job.log_dir / f"{name}.log").read_text().splitlines()[0].partition(":")[0]
               for name in ("learner-0", "learner-1", "learner-2", "learner-3", "engine-0", "controller")}
-    assert places == {"learner-0": "node1", "learner-1": "node1", "learner-2": "node2", "learner-3": "node2",
-                      "engine-0": "node3", "controller": "node1"}
-    assert job.run.engine_urls()[0].startswith("http://127.0.0.13:")
+    assert places == {"learner-0": "node1", "learner-1": "node1", "learner-2": "node3", "learner-3": "node3",
+                      "engine-0": "node4", "controller": "node1"}
+    assert job.run.engine_urls()[0].startswith("http://127.0.0.14:")
 
     job.cluster.run("scancel", "--batch", "--signal=USR1", job.id)  # what Slurm does before the time limit
-    job.until(lambda: job.events("requeue"), "the end before the time limit")
+    job.until(lambda: len(job.events("requeue")) == 2, "the end before the time limit")
     saved = job.run.checkpoints.latest().step
-    job.until(lambda: len(job.events("start")) == 2, "the job to start again")
-    assert job.events("start")[1].step == saved == job.steps() < 8
+    job.until(lambda: len(job.events("start")) == 3, "the job to start again")
+    assert job.events("start")[2].step == saved == job.steps() < 8
 
     job.until(lambda: job.events("end"), "the export and the launcher's end")
     job.check_store()
@@ -102,6 +106,7 @@ def test_a_twin_trains(submit, job: Job, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "step       8 of 8" in shown and "time limit, with a checkpoint" in shown, shown
 
+    job.cluster.restore()
     converted = job.run.path / "converted"
     job.submit_script("convert.sbatch", "--nodes=2", "--ntasks-per-node=1", "--mem=0", arguments=[
         "hf-to-megatron", str(job.run.export_path), str(converted)])

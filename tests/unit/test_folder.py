@@ -298,21 +298,23 @@ def model(tmp_path) -> Path:
 
 
 def store(folder: Path, name: str, **config) -> None:
-    """Two right tensors and a third, in a file with an index, and a config.json."""
-    tensors = {"model.norm.weight": torch.ones(16), "model.embed_tokens.weight": torch.ones(32, 16),
-               name: torch.zeros(32, 16)}
+    """All tensors of the model and one of this name, in a file with an index, and a config.json."""
+    tensors = {name: torch.ones(32, 16) for name in FAMILIES["Qwen3MoeForCausalLM"].names(CONFIG)}
+    tensors[name] = torch.zeros(32, 16)
     save_file(tensors, folder / "model-1.safetensors")
     index(folder, dict.fromkeys(tensors, "model-1.safetensors"))
     (folder / "config.json").write_text(json.dumps(CONFIG | config))
 
 
 @pytest.mark.parametrize("damage, parts", [
-    (lambda folder: (folder / "model-1.safetensors").unlink(), ("model-1.safetensors", "model.norm.weight")),
+    (lambda folder: (folder / "model-1.safetensors").unlink(), ("model-1.safetensors", "for tensor model.")),
     (lambda folder: index(folder, {"x": "model-1.safetensors"}), ("model-1.safetensors", "tensor x is missing")),
     (lambda folder: store(folder, "model.layers.0.self_attn.q_proj.bias"), ("no place for tensor", "q_proj.bias")),
     (lambda folder: store(folder, "model.layers.2.input_layernorm.weight"), ("no place for tensor", "layers.2.")),
     (lambda folder: store(folder, expert(0, 4, "up_proj")), ("no place for tensor", "experts.4.")),
     (lambda folder: store(folder, "lm_head.weight", tie_word_embeddings=True), ("lm_head.weight differs from",)),
+    (lambda folder: store(folder, "x", num_hidden_layers=3), ("no place for tensor x",)),
+    (lambda folder: store(folder, "lm_head.weight", num_hidden_layers=3), ("lacks, tensor model.layers.2.", "more")),
     (lambda folder: (folder / "config.json").write_text("[]"), ("config.json", "expected a JSON object")),
     (lambda folder: (folder / "config.json").write_bytes(b"\xe9"), ("config.json is not valid JSON",)),
     (lambda folder: (folder / ".metadata").write_text(""), ("a checkpoint of the learner", "megatron-to-hf")),

@@ -10,7 +10,7 @@ from torch.distributed import HashStore
 
 from sao_megatron import config as run_config
 from sao_megatron.blame import first_task
-from sao_megatron.errors import RunError, UserError
+from sao_megatron.errors import RunError, Unfinished, UserError
 from sao_megatron.launcher import _refuse_a_crash_loop
 from sao_megatron.placement.allocation import Allocation, Node
 from sao_megatron.placement.preflight import (
@@ -69,6 +69,19 @@ def test_too_few_nodes(tmp_path, count, bad, message):
         assign(config.cluster, [nodes(*range(1, count + 1))], dict.fromkeys(bad, "broken"))
 
 
+# If one fails, a single bad node among many ends the night, or a fault of all nodes sends the job round for ever.
+@pytest.mark.parametrize(("bad", "by_script", "error"), [
+    (["n3"], True, Unfinished), (["n1"], True, Unfinished), (["n3", "n4"], True, UserError),
+    (["n3"], False, UserError)])
+def test_a_bad_node_without_a_spare(tmp_path, monkeypatch, bad, by_script, error):
+    unwanted = tmp_path / "unwanted"
+    if by_script:
+        monkeypatch.setenv("SAO_EXCLUDE", str(unwanted))
+    with pytest.raises(error, match=f"{bad[0]}.* failed the preflight: broken"):
+        place(tmp_path, [nodes(1, 2, 3, 4)]).leave_out(dict.fromkeys(bad, "broken"))
+    assert not unwanted.exists() if error is UserError else unwanted.read_text().split() == bad
+
+
 # If this fails, ranks do not find each other, or two engines share GPUs or ports.
 def test_steps_of_a_job_with_gpus(tmp_path):
     network = {"interface": "ib0", "environment": {
@@ -80,9 +93,9 @@ def test_steps_of_a_job_with_gpus(tmp_path):
     assert f"--output={tmp_path}/run/logs/77/learner-%t.log" in learner.command and len(learner.parts) == 16
     assert learner.environment["MASTER_ADDR"] == plan.address == "10.0.0.1"
     assert learner.environment["NCCL_SOCKET_IFNAME"] == "ib0" and learner.environment["NCCL_IB_HCA"] == "mlx5"
-    assert learner.environment["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    assert learner.environment["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     assert learner.environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"  # the recipe's goes before ours
-    assert not any("PYTORCH_CUDA_ALLOC_CONF" in engine.environment for engine in plan.engines)
+    assert not any("PYTORCH_ALLOC_CONF" in engine.environment for engine in plan.engines)
     where = [" ".join(word for word in spec.command if word.startswith(("--nodelist=", "CUDA_VISIBLE_DEVICES=")))
              for spec in plan.engines]
     assert where == [f"--nodelist={node} CUDA_VISIBLE_DEVICES={gpus}" for node in ("n3", "n4")

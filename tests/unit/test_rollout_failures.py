@@ -46,22 +46,36 @@ def test_a_prompt_that_always_fails_is_quarantined(tmp_path):
     assert store.counts()["trained"] == 180
 
 
-# If this fails, a controller that starts while an engine starts again asks it before it has weights, and dies of that.
-def test_an_engine_without_weights_is_not_asked(tmp_path, monkeypatch):
-    monkeypatch.setattr(pools, "LOOK_SECONDS", 0.001)
+# If this fails, old episodes wait behind young ones at a busy engine, or an engine's metrics grow with every episode.
+def test_priority_is_an_age(tmp_path):
+    class Asked(FakeEngine):
+        def __init__(self, policy):
+            super().__init__(policy)
+            self.priorities = []
 
-    class Reborn(FakeEngine):
+        async def generate(self, input_ids, *, priority, **sampling):
+            self.priorities.append(priority)
+            return await super().generate(input_ids, **sampling)
+    engine = Asked(binary_search)
+    train(tmp_path / "store.db", GuessNumber(), engine, steps=40, rollout=dict(concurrency=40))
+    assert {0, 1, 2} < set(engine.priorities) < set(range(16))
+
+
+# If this fails, a controller that starts again ends, since an engine that did so too has no weights yet.
+def test_an_engine_without_weights_is_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(pools, "LOOK_SECONDS", 0.01)
+
+    class Late(FakeEngine):
         looks = 0
+
+        async def generate(self, input_ids, **sampling):
+            assert self.looks > 5
+            return await super().generate(input_ids, **sampling)
 
         async def model_version(self):
             self.looks += 1
-            return self.version if self.looks > 3 else None
-
-        async def generate(self, input_ids, **sampling):
-            assert self.looks > 3, "publish a version first"
-            return await super().generate(input_ids, **sampling)
-    reborn = Reborn(binary_search)
-    assert train(tmp_path / "store.db", GuessNumber(), reborn).counts()["trained"] == 72 and reborn.requests
+            return self.version if self.looks > 5 else None
+    assert train(tmp_path / "store.db", GuessNumber(), Late(binary_search)).counts()["trained"] == 72
 
 
 # If this fails, a request that kills engines takes the whole run with it, although others are well.

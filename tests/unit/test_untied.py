@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import save_file
 
 from sao_megatron.weights.folder import INDEX, SafetensorsFolder
-from sao_megatron.weights.untied import EMBEDDINGS, HEAD, needs_head, untie
+from sao_megatron.weights.rules import EMBEDDINGS, HEAD
+from sao_megatron.weights.untied import needs_head, untie
 
 CONFIG = {"architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 4, "num_attention_heads": 2, "vocab_size": 8,
           "tie_word_embeddings": True}
