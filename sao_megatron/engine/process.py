@@ -28,7 +28,7 @@ def engine_command(config: RunConfig, model_dir: Path, port: int, gpu: bool) -> 
     """Command line of one server for the HF folder `model_dir` (config.json alone gives random weights)."""
     engine = config.engine
     counted = ["-m", "sao_megatron.telemetry.engine_gpus", str(RunFolder(config.run_dir).gpus_dir), str(port)]
-    server = [*counted, "-m", "sao_megatron.engine.server"] if gpu else ["-m", "sao_megatron.engine.cpu"]
+    server = [*counted, "-m", "sglang.launch_server"] if gpu else ["-m", "sao_megatron.engine.cpu"]
     command = [sys.executable, *server,
                "--model-path", str(model_dir), "--host", engine.host, "--port", str(port),
                "--tp-size", str(engine.tp), "--dtype", config.model.dtype,

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from sao_megatron.engine import cpu, server
+from sao_megatron.engine import cpu
 
 
 def main(servers: list[list[str]]) -> None:
@@ -21,7 +21,7 @@ def main(servers: list[list[str]]) -> None:
             time.sleep(0.1)  # it is made meanwhile
         children.append(os.fork())
         if not children[-1]:
-            server.serve(arguments)
+            cpu.serve(arguments)
             os._exit(0)
     for child in children:
         os.waitpid(child, 0)
