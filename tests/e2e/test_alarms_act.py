@@ -32,7 +32,7 @@ def test_an_alarm_pauses_the_run_until_its_file_is_deleted(start_run):
 
 
 # If this fails, alarms.on_alarm=slow changes a number in TensorBoard, and the engines sample as far ahead as before.
-def test_an_alarm_slows_the_run_until_its_samples_are_fresh(start_run):
+def test_an_alarm_slows_pacing_until_samples_are_fresh(start_run):
     run = start_run("slowed", *ALARMED, "rollout.max_lag=1", "alarms.on_alarm=slow")
     run.until(lambda: run.steps() >= 18, "18 steps")
     with Store(run.folder.store_path) as store:
