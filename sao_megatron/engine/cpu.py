@@ -98,7 +98,17 @@ def prepare() -> None:
     _start_children_by_fork()
 
 
+def serve(arguments: list[str]) -> None:
+    """Serve until terminated; `arguments` are those of `sglang.launch_server`."""
+    from sglang.launch_server import run_server
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+    try:
+        run_server(prepare_server_args(arguments))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
 if __name__ == "__main__":
     prepare()
-    from sao_megatron.engine.server import serve
     serve(sys.argv[1:])
