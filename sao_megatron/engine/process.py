@@ -34,8 +34,8 @@ def engine_command(config: RunConfig, model_dir: Path, port: int, gpu: bool) -> 
                "--tp-size", str(engine.tp), "--dtype", config.model.dtype,
                "--max-running-requests", str(engine.max_running_requests),
                "--skip-tokenizer-init", "--skip-server-warmup",  # token in, token out
-               # Older episodes first, evaluations last (their requests say so).
-               "--enable-priority-scheduling", "--disable-priority-preemption", "--default-priority-value", "0",
+               # Older episodes first, evaluations last (their requests say so); before all the learner's probes.
+               "--enable-priority-scheduling", "--disable-priority-preemption", "--default-priority-value", "99",
                "--sleep-on-idle",  # else the scheduler keeps one core busy while it waits
                "--enable-metrics",  # rollout/engine_metrics.py reads them
                "--log-level", "warning"]  # a line per request and per batch costs more than a short request

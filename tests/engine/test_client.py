@@ -267,7 +267,7 @@ async def test_waiting_requests_are_taken_by_priority(engine):
         running = [asyncio.create_task(ask(client, f"filler {i}", 40, 5)) for i in range(64)]  # max_running_requests
         await asyncio.sleep(0.5)
         running += [asyncio.create_task(ask(client, name, 40, priority))
-                    for name, priority in (("evaluation", -2**40), ("young", -900), ("old", -7))]
+                    for name, priority in (("evaluation", -1), ("young", 0), ("old", 3))]
         await asyncio.sleep(0.5)
         await client.resume()
         await asyncio.gather(*running)
