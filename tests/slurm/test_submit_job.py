@@ -86,6 +86,7 @@ def test_a_twin_trains(submit, job: Job, tmp_path, capsys):
     job.cluster.wait_idle()
     code, out, error = submit(
         twin_of("qwen3-30b-a3b-math", tmp_path), f"runs_dir={tmp_path}", "name=run", "steps=4", "checkpoint.every=100",
+        "cluster.signal_seconds=240",  # on a busy machine a checkpoint takes long
         "cluster.learner_partition=learners", "cluster.rollout_partition=engines", "cluster.sbatch_args=[--gres=gpu:2]")
     assert code == 0, error
     job.id = out.split("queued as job ")[1].split(";")[0]
