@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import shutil
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from sao_megatron.config import ParallelSection, RunConfig
 from sao_megatron.errors import RunError, UserError
+from sao_megatron.files import sync
 
 FORMAT = 1
 MAY_CHANGE = {"name", "runs_dir", "steps", "restarts", "parallel", "rollout", "evaluation", "engine", "publication",
@@ -68,7 +68,12 @@ class CheckpointFolder:
         """An empty folder to write the checkpoint of `step` into; no other learner (`generation`) uses its name."""
         partial = self.path / f"step-{step:08d}.partial-{generation}"
         partial.mkdir(parents=True)
+        sync(self.path.parent)  # else a power cut could take the folder of all checkpoints
         return partial
+
+    def discard(self, partial: Path) -> None:
+        """Remove what a save that failed has written: where the disk is full, the next one needs the room."""
+        shutil.rmtree(partial, ignore_errors=True)
 
     def finish(self, partial: Path, state: dict, keep: int) -> None:
         """Write state.json, make the folder a checkpoint, and keep only the newest `keep` of them."""
@@ -96,16 +101,9 @@ class CheckpointFolder:
         """First the name, so that half of a checkpoint never looks like one."""
         doomed = folder.with_name(folder.name + ".removed")
         folder.rename(doomed)
-        shutil.rmtree(doomed)
-
-
-def sync(path: Path) -> None:
-    """Wait until a file, or a folder's list of files, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        shutil.rmtree(doomed, ignore_errors=True)
+        if doomed.exists():  # a network file system keeps files that another process reads
+            log.warning("%s could not be removed whole: the next learner of this run will try again", doomed)
 
 
 def check_same_run(before: RunConfig, now: RunConfig) -> None:

@@ -99,6 +99,7 @@ What the token records of a run say: by lag, side and task, the most dropped tok
 examples:
   sao-megatron inspect runs/first --step 100:200
   sao-megatron inspect runs/first --html first.html
+  sao-megatron inspect runs/first --serve
   sao-megatron inspect runs/first --compare runs/second"""
 
 
@@ -188,6 +189,8 @@ def _parser() -> argparse.ArgumentParser:
     look.add_argument("--html", type=Path, metavar="out.html", help="write a page instead of printing")
     look.add_argument("--compare", type=Path, metavar="run_dir", help="another run's folder, to stand beside it")
     look.add_argument("--step", metavar="A:B", help="only these steps, both included")
+    look.add_argument("--serve", type=int, nargs="?", const=6106, metavar="port",
+                      help="show pages to browsers on this machine, where TensorBoard's links lead (port 6106)")
     value = verb("pretrain-value", _pretrain_value, _PRETRAIN_VALUE, "train the value model on recorded trajectories")
     value.add_argument("recipe", type=Path, help="YAML file, such as configs/guess-number-cpu.yaml")
     value.add_argument("--trajectories", type=Path, required=True, help="a run's folder, or its trajectories.sqlite")
@@ -274,7 +277,7 @@ def _summary(arguments) -> None:
 
 def _inspect(arguments) -> None:
     from sao_megatron.telemetry.inspect import inspect
-    inspect(arguments.run_dir, arguments.html, arguments.compare, arguments.step)
+    inspect(arguments.run_dir, arguments.html, arguments.compare, arguments.step, arguments.serve)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from sao_megatron.telemetry import summary
 from sao_megatron.telemetry.events import Events, fruitless, read
 from sao_megatron.telemetry.progress import Progress
 from sao_megatron.trajectory.recorded import find_store
-from sao_megatron.trajectory.store import Store
+from sao_megatron.trajectory.store import STOPPED, Store
 from sao_megatron.watch import Watch
 
 LOCK_SECONDS = 180.0
@@ -206,7 +206,7 @@ def _run(config: RunConfig, folder: RunFolder, placement: Placement, progress: P
 
 def _watch(config: RunConfig, folder: RunFolder, placement: Placement, progress: Progress) -> None:
     with Store(folder.store_path) as store, Supervisor(placement.log_dir, placement.grace) as supervisor:
-        store.forget("finished", "stop")
+        store.forget("finished", "stop", STOPPED)
         if store.get_state(summary.STARTED_AT) is None:
             store.set_state(summary.STARTED_AT, time.time())
         placement.check(supervisor, progress)

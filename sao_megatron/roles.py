@@ -100,7 +100,7 @@ async def _control(folder: RunFolder, config: RunConfig, store, index: int) -> N
             task = _task(folder, config, sandbox)
             sets = evaluation_sets(config, task, folder.model_dir(config), sandbox)
             if index == 0:
-                looking.append(asyncio.create_task(watch_engines(listed, store)))
+                looking.append(asyncio.create_task(watch_engines(listed, store, folder.gpus_dir)))
             await run_controller(config, task, store, listed(), index=index, sets=sets, find_clients=listed)
     finally:
         for watching in looking:

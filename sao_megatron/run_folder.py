@@ -15,6 +15,7 @@ from sao_megatron import config as run_config
 from sao_megatron.checkpoints import CheckpointFolder
 from sao_megatron.config import RunConfig
 from sao_megatron.errors import UserError
+from sao_megatron.files import write_whole
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,11 @@ class RunFolder:
     def tokens_dir(self) -> Path:
         """Token records, one Parquet file a step (telemetry/records.py)."""
         return self.path / "tokens"
+
+    @property
+    def gpus_dir(self) -> Path:
+        """Counters of the engines' GPUs (telemetry/engine_gpus.py)."""
+        return self.path / "gpus"
 
     @property
     def events_path(self) -> Path:
@@ -115,9 +121,7 @@ class RunFolder:
 
     def place_engines(self, urls: list[str]) -> None:
         """At once: learner and controllers read the list again and again."""
-        part = self.engines_path.with_suffix(".part")
-        part.write_text(json.dumps(urls, indent=2) + "\n")
-        part.rename(self.engines_path)
+        write_whole(self.engines_path, json.dumps(urls, indent=2) + "\n")
 
     def place_sandboxes(self, urls: list[str]) -> None:
         """With a new token: servers that are left of an earlier start do not take it."""

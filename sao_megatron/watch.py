@@ -16,7 +16,7 @@ from sao_megatron.sandbox_watch import SandboxWatch
 from sao_megatron.supervisor import ProcessSpec, Supervisor
 from sao_megatron.telemetry.events import Kind
 from sao_megatron.telemetry.progress import Progress
-from sao_megatron.trajectory.store import ALARMS, Store
+from sao_megatron.trajectory.store import ALARMS, STOPPED, Store
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -172,6 +172,8 @@ class Watch:
     def _start_again(self, error: RunError, names: set[str], kind: Kind = "restart") -> None:
         if self._end_by:
             raise Unfinished(f"{str(error).splitlines()[0]}, while the run was to end before its time limit")
+        if self._store.get_state(STOPPED):  # an alarm, which would ring again
+            raise error
         names = self._off_lost_nodes(names)
         self._causes.append(str(error))
         if len(self._causes) > self._config.restarts:

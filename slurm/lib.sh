@@ -16,10 +16,24 @@ node_address() {
     getent ahostsv4 "$given" | awk '{ print $1; exit }'
 }
 
+# Ask Slurm not to give the job, which waits in the queue, the nodes that the launcher has named: one a line. (Of a
+# heterogeneous job this is for all components.)
+exclude_nodes() {
+    local job=$1 bad given
+    bad=$(paste -sd, "$SAO_EXCLUDE")
+    [[ $bad ]] || return 0
+    given=$(scontrol --oneliner show job "$job" | sed -n "s/^JobId=$job .* ExcNodeList=\([^ ]*\).*/\1/p")
+    [[ $given != "(null)" ]] || given=
+    scontrol update JobId="$job" ExcNodeList="${given:+$given,}$bad"
+    say "without $bad"
+}
+
 # Run a command as a child that gets Slurm's early warning. If it ends with 75 (well ended before its end: the time is
-# up, or a node is lost), the job goes back into the queue, and this script starts again on the nodes it then gets.
+# up, or a node is lost or bad), the job goes back into the queue, and this script starts again on the nodes it then gets.
 run_and_requeue() {
-    local child code=0
+    local child code=0 job=${SLURM_HET_JOB_ID:-$SLURM_JOB_ID}
+    SAO_EXCLUDE=$(mktemp)
+    export SAO_EXCLUDE
     "$@" &
     child=$!
     trap 'say "the time limit is near"; kill -USR1 "$child"' USR1
@@ -31,9 +45,13 @@ run_and_requeue() {
     trap - USR1 TERM
     if [[ $code == 75 ]]; then
         say "back into the queue"
-        scontrol requeue "${SLURM_HET_JOB_ID:-$SLURM_JOB_ID}"
-        sleep 120  # Slurm ends this script
+        trap '' TERM  # Slurm ends this script
+        scontrol requeue "$job"
+        exclude_nodes "$job"
+        rm -f "$SAO_EXCLUDE"
+        sleep 120
     fi
+    rm -f "$SAO_EXCLUDE"
     say "ended with exit code $code"
     exit "$code"
 }

@@ -60,6 +60,9 @@ def main(argv: list[str] | None = None) -> int:
     except RunError as error:
         print(f"convert: {error}", file=sys.stderr)
         return 1
+    except OSError as error:  # a full disk, a folder that may not be written
+        print(f"convert: {error.filename or arguments}: {error.strerror or error}", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -34,7 +34,6 @@ from sao_megatron.learner.trainer import StepResult, Trainer
 from sao_megatron.rollout.episode import EpisodeSettings, run_episode
 from sao_megatron.rollout.tasks import load_task
 from sao_megatron.run_folder import RunFolder
-from sao_megatron.telemetry.records import Recorder
 from sao_megatron.trajectory.store import Store
 from sao_megatron.trajectory.types import Status, Trajectory
 from sao_megatron.weights import hf
@@ -160,17 +159,15 @@ class Record:
         task.save_tokenizer(folder.path / "model")
         self.store = Store(folder.store_path)
         self.reporter = Reporter(config, folder, self.store, 0)
-        self.recorder = Recorder(folder.tokens_dir, config.tokens.limit_mb, folder.path / "model" / "tokenizer.json")
 
     def step(self, version: int, trajectories: list[Trajectory], result: StepResult, update_policy: bool) -> None:
         """`version` is the weights' before the step."""
         step, self.next = self.next, self.next + 1
         recorded = gather_records(result.batches, trajectories, self.config.tokens.trajectories,
                                   (self.config.seed, step))
-        self.recorder.write(step, version, recorded)
         metrics = result.metrics | batch_metrics(trajectories, version) | {"policy_updated": update_policy}
         self.store.mark_trained(step, version + update_policy, [], metrics, "fixed_lag")
-        self.reporter.step(step, metrics, result.statistics, recorded)
+        self.reporter.step(step, version, metrics, result.statistics, recorded)
 
     def close(self) -> None:
         self.reporter.close()

@@ -6,10 +6,15 @@
 What is kept: preset, gates, optimizers, lag, publication mode, recomputation, dispatcher, the model's family, and which
 sizes of the layout are larger than one (each becomes two; expert parallelism over all ranks stays so). What shrinks:
 widths, layers, vocabulary, contexts, batch, nodes. It learns nothing: the task is guess_number, for one update.
+
+GLM-5's sparse attention has no engine without a GPU. Its twin picks as many keys as a trajectory has tokens, which is
+what attention to all of them computes: the learner trains the sparse one, and the engine serves the same weights as
+GLM-4.7-Flash's family, whose attention is GLM-5's without the picking.
 """
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +28,9 @@ WIDTHS = dict(
     vocab_size=32, hidden_size=64, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
     max_position_embeddings=256, eos_token_id=2, bos_token_id=None, num_experts=8, num_experts_per_tok=2,
     moe_intermediate_size=32, q_lora_rank=32, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16,
-    index_topk=16, index_n_heads=32, index_head_dim=16)
+    index_topk=LONGEST, index_n_heads=32, index_head_dim=16)
+DENSE = {"architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite"}
+"""What SGLang is told of a model with sparse attention."""
 
 
 def shrunk_layout(parallel: ParallelSection) -> dict[str, Any]:
@@ -62,7 +69,8 @@ def twin(recipe: Path) -> RunConfig:
         batch=dict(trajectories=8, tokens_per_micro_batch=LONGEST),
         task=dict(name="guess_number", options=dict(low=1, high=15, turns=4)),
         rollout=dict(max_lag=config.rollout.max_lag, concurrency=8, max_tokens=LONGEST, max_new_tokens=8),
-        engine=dict(count=1, max_running_requests=8, max_total_tokens=2048),
+        engine=dict(count=1, max_running_requests=8, max_total_tokens=2048,
+                    extra_args=["--json-model-override-args", json.dumps(DENSE)] if "index_topk" in model else []),
         publication=dict(mode=config.publication.mode, bucket_mib=16, verify_every=1, tolerance=1e-3),
         checkpoint=dict(every=1), restarts=1,
         cluster=dict(learner_nodes=min(2, config.cluster.learner_nodes), rollout_nodes=1, time="00:20:00",

@@ -13,6 +13,10 @@ from sao_megatron.errors import UserError
 if TYPE_CHECKING:
     from sao_megatron.config.run import RunConfig
 
+PORTS = 1024
+"""That a job keeps to itself: from the first on, one for each engine and one for the meeting of each engine's nodes;
+from the last down, those of the sandbox servers, which every rollout node needs as often as it has servers."""
+
 
 class ContainerSection(Section):
     runtime: Literal["none", "pyxis", "apptainer"] = "none"
@@ -41,8 +45,8 @@ class ClusterSection(Section):
     """Further nodes, of the learner's kind, that take the places of those that fail the preflight."""
     gpus_per_node: int = Field(0, ge=0)
     """0 = nodes without GPUs."""
-    gpu_memory_gb: float = Field(80.0, gt=0)
-    """Memory of one GPU in GiB, for the estimate that `submit` makes."""
+    gpu_memory_gb: float = Field(79.1, gt=0)
+    """Memory of one GPU in GiB, as CUDA shows it, for the estimate that `submit` makes: 79.1 of an H100 with 80 GB."""
     gres: str = "gpu"
     """Slurm's name of the GPUs, such as gpu or gpu:h100; empty where whole nodes come without asking for GPUs."""
     learner_partition: str | None = None
@@ -63,7 +67,7 @@ class ClusterSection(Section):
     """Most seconds for the check of all nodes before the roles start (placement/preflight.py); 0 = no check."""
     interface: str | None = None
     """Network interface for NCCL's and Gloo's sockets, such as eth0 (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME); None =
-    the one that reaches the head node."""
+    they choose: NCCL InfiniBand's, else the first, Gloo the one of the host name's address."""
     environment: dict[str, str] = {}
     """Environment variables of all processes, such as NCCL_IB_HCA."""
     venv: Path | None = None
@@ -109,6 +113,9 @@ class Placement:
 def placement(config: RunConfig) -> Placement:
     """Raises UserError where ranks or engines do not fill the nodes evenly: GPUs would idle, or ranks share one."""
     cluster, engine, ranks = config.cluster, config.engine, config.parallel.ranks
+    if (ports := 2 * engine.count - (-config.sandbox.servers // cluster.rollout_nodes)) > PORTS:
+        raise UserError(f"engine.count={engine.count} and sandbox.servers={config.sandbox.servers} need {ports} ports, "
+                        f"a job has {PORTS}: take fewer and larger engines (engine.tp)")
     if ranks % cluster.learner_nodes:
         raise UserError(f"cluster.learner_nodes={cluster.learner_nodes} does not divide parallel.ranks={ranks}: every "
                         "learner node must get the same number of ranks")

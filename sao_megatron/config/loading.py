@@ -10,17 +10,36 @@ from pydantic import BaseModel, ValidationError
 
 from sao_megatron.config.run import RunConfig
 from sao_megatron.errors import UserError
+from sao_megatron.files import write_whole
 
 _WHOLE = re.compile(r"[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]*|[1-9][0-9_]*)$")
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which 10:00:00 is a text, as in YAML 1.2, and not the number 36,000."""
+    """YAML in which, as in YAML 1.2, 10:00:00 is a text, and not the number 36,000, and 1e-6 a number; and no key is
+    given twice."""
+
+    def construct_mapping(self, node, deep=False):
+        """Of two equal keys PyYAML takes the last without a word, and what the first said would be lost."""
+        seen = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(problem=f"the key {key.value!r} is given twice", problem_mark=key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, _WHOLE if tag.endswith(":int") else pattern) for tag, pattern in resolvers]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$"),
+                              list("-+0123456789"))
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes what `_Loader` reads."""
+
+    yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
 
 def load(path: str | Path, overrides: list[str] = ()) -> RunConfig:
@@ -89,5 +108,6 @@ def _known_keys(location: tuple) -> list[str]:
 
 
 def save(config: RunConfig, path: Path) -> None:
-    """Write the resolved config, every default spelled out."""
-    path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+    """Write the resolved config, every default spelled out; a run that goes on replaces its own, and a crash meanwhile
+    must not cost it."""
+    write_whole(path, yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False))

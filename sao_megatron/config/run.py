@@ -72,3 +72,9 @@ class RunConfig(Section):
     def total_steps(self) -> int:
         """Learner steps: critic-only ones and policy updates."""
         return self.steps + self.algorithm.critic_only_steps
+
+    @property
+    def collective_timeout(self) -> float:
+        """Seconds after which a learner rank no longer waits for the others: when engines start and get their first
+        weights they wait long; and the watchdog, which names the rank that is missing, must come first."""
+        return max(self.engine.start_timeout + self.publication.timeout, 1.2 * self.hang_timeout)

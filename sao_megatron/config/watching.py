@@ -43,8 +43,8 @@ class TokensSection(Section):
     limit_mb: float = Field(256.0, gt=0)
     """Most megabytes of a run's records; beyond, every second of the older files is deleted."""
     page: str | None = Field(None, pattern=r"^https?://\S+$")
-    """Address of the page that `sao-megatron inspect --html` writes, where you serve it: TensorBoard then links to it.
-    """
+    """Address of the page that `sao-megatron inspect --html` writes, where you serve it, for TensorBoard's links; null:
+    they lead to `sao-megatron inspect --serve` on the machine of the browser."""
 
 
 class WritersSection(Section):

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import torch
 
-from sao_megatron.conversion.job import Job, write_whole
+from sao_megatron.conversion.job import Job, share
 from sao_megatron.errors import UserError
+from sao_megatron.files import write_whole
 from sao_megatron.learner.megatron_folder import WholeModel, join_parts, stored_dtype
 from sao_megatron.weights import hf, saving
 from sao_megatron.weights.families import family_of
-from sao_megatron.weights.folder import SafetensorsFolder
+from sao_megatron.weights.folder import SafetensorsFolder, read_json
 from sao_megatron.weights.saving import Entry
 
 DTYPES = ("bfloat16", "float32")
@@ -29,6 +30,7 @@ def hf_to_megatron(source: Path, target: Path, dtype: str | None = None) -> None
     family_of(hf_config)
     tensors = SafetensorsFolder(source)
     tensors.check()
+    hf.check_tensors(tensors, hf_config)
     dtype = dtype or _dtype_of(hf_config)
     model = WholeModel(hf_config, getattr(torch, dtype))
     job = Job(target, {"verb": "hf-to-megatron", "source": str(source.resolve()), "dtype": dtype}, model)
@@ -52,11 +54,14 @@ def megatron_to_hf(source: Path, target: Path, model_dir: Path | None = None, mt
     if mtp:
         hf.check_mtp(model_dir)
     model = WholeModel(hf.read_config(model_dir), stored_dtype(source))
-    job = Job(target, {"verb": "megatron-to-hf", "source": str(source.resolve())}, model)
+    model.check(source, *share())
+    job = Job(target, {"verb": "megatron-to-hf", "source": str(source.resolve()), "model": str(model_dir.resolve())},
+              model)
 
     def write(part: int) -> None:
         entries = saving.write_files(iter(model.read(part, source).items()), job.partial, f"model-{part:05d}")
-        write_whole(job.partial / f"part-{part:05d}.json", {name: asdict(entry) for name, entry in entries.items()})
+        write_whole(job.partial / f"part-{part:05d}.json",
+                    json.dumps({name: asdict(entry) for name, entry in entries.items()}))
     job.run(write)
     if job.is_first:
         entries = {}
@@ -73,7 +78,7 @@ def model_directory(folder: Path) -> Path:
     if not (folder / STATE).is_file():
         raise UserError(f"{folder} has neither config.json nor {STATE}: it is no HF folder and no checkpoint of the "
                         f"learner, or not a complete one")
-    path = json.loads((folder / STATE).read_text()).get("config", {}).get("model", {}).get("path")
+    path = read_json(folder / STATE).get("config", {}).get("model", {}).get("path")
     model_dir = Path(path) if path else folder.resolve().parents[1] / "model"
     if not (model_dir / "config.json").is_file():
         raise UserError(f"{folder}: the model that it was trained from is not at {model_dir}: say where its "

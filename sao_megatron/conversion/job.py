@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import os
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
 from sao_megatron.errors import RunError, UserError
+from sao_megatron.files import write_whole
 from sao_megatron.learner.megatron_folder import WholeModel
 from sao_megatron.telemetry.progress import Progress, duration
 from sao_megatron.weights import saving
@@ -37,13 +39,14 @@ class Job:
             self.mine = []
             return
         self.partial.mkdir(parents=True, exist_ok=True)
-        what |= {"parts": len(model.parts)}
+        what |= {"parts": len(model.parts), "files": _fingerprint(Path(what["source"]))}
         path = self.partial / JOB
         if not path.exists():
-            write_whole(path, what)
+            write_whole(path, json.dumps(what))
         elif (found := json.loads(path.read_text())) != what:
-            raise UserError(f"{self.partial} holds the beginning of another conversion ({found}): remove it, or give "
-                            f"another target")
+            changed = [f"{key} was {found.get(key)!r}, is {what[key]!r}" for key in what if found.get(key) != what[key]]
+            raise UserError(f"{self.partial} holds the beginning of another conversion ({', '.join(changed)}): remove "
+                            f"it, or give another target")
 
     def _is_mine_done(self) -> bool:
         """The first process may have completed the folder already, but only if this one's share was done."""
@@ -60,7 +63,7 @@ class Job:
         for part in self.mine:
             if part in todo:
                 write(part)
-                self._mark(part).touch()
+                self._mark(part).touch()  # what it marks is on the disk
                 progress.show(self._missing())
         last: list[int] = []
         while self.is_first and (missing := self._missing()):
@@ -124,8 +127,7 @@ def share() -> tuple[int, int]:
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
-def write_whole(path: Path, content: dict) -> None:
-    """Under its name only when it is whole; by several processes at once, if they write the same."""
-    unfinished = path.with_suffix(f".tmp{os.getpid()}")
-    unfinished.write_text(json.dumps(content))
-    unfinished.rename(path)
+def _fingerprint(folder: Path) -> str:
+    """Of names, sizes and times of a folder's files: parts of two sources under one path must not meet in one model."""
+    files = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in folder.iterdir())
+    return f"{zlib.crc32(repr(files).encode()):08x}"

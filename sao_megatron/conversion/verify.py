@@ -10,11 +10,11 @@ from sao_megatron.conversion.job import share
 from sao_megatron.errors import UserError
 from sao_megatron.learner.megatron_folder import MegatronFolder
 from sao_megatron.weights import hf
-from sao_megatron.weights.folder import SafetensorsFolder
+from sao_megatron.weights.folder import SafetensorsFolder, common_name
+from sao_megatron.weights.rules import HEAD
 
 SHOWN = 10
 """Differences that are printed."""
-_MIXTRAL = {".block_sparse_moe.": ".mlp.", ".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."}
 
 
 def verify(first: Path, second: Path | None = None) -> int:
@@ -27,7 +27,7 @@ def verify(first: Path, second: Path | None = None) -> int:
     if second is None:
         return _verify_one(first, a)
     b = _open(second)
-    in_a, in_b = ({_common(name): name for name in source.names()} for source in (a, b))
+    in_a, in_b = ({common_name(name): name for name in source.names()} for source in (a, b))
     names = list(in_b | in_a if isinstance(b, MegatronFolder) else in_a | in_b)  # along the parts of one that has any
     hf_config = hf.read_config(model_directory(first))
     rank, world = share()
@@ -56,15 +56,9 @@ def _verify_one(folder: Path, source) -> int:
         except UserError as error:
             faults += 1
             print(error)
-    print(f"{len(names)} tensors of {folder} read, {faults} damaged")
+    print(f"{len(names)} tensors of {folder} read, {faults} damaged" + (
+        "" if source.has_checksums else " (it has no checksums: only what cannot be read was found)"))
     return faults
-
-
-def _common(name: str) -> str:
-    """The name of a tensor whose files may call it by Mixtral's older ones."""
-    for old, new in _MIXTRAL.items():
-        name = name.replace(old, new)
-    return name
 
 
 def _difference(a, name_a: str, b, name_b: str) -> str | None:
@@ -92,12 +86,12 @@ def _say(count: int, text: str) -> None:
 def _is_left_out(name: str, hf_config: dict) -> bool:
     """Tensors that lie in HF folders but belong to no part of the model that is trained: MTP layers, a tied head."""
     return (hf.is_mtp(name, hf_config["num_hidden_layers"])
-            or name == "lm_head.weight" and hf_config["tie_word_embeddings"])
+            or name == HEAD and hf_config["tie_word_embeddings"])
 
 
 def _open(folder: Path) -> SafetensorsFolder | MegatronFolder:
     if (folder / ".metadata").is_file():
-        return MegatronFolder(folder, hf.read_config(model_directory(folder)))
+        return MegatronFolder(folder, hf.read_config(model_directory(folder)), *share())
     source = SafetensorsFolder(folder)
     source.check()
     return source

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 from sao_megatron.config import RunConfig
 from sao_megatron.errors import RunError
+from sao_megatron.run_folder import RunFolder
 
 POLL_SECONDS = 0.2
 
@@ -26,7 +27,9 @@ POLL_SECONDS = 0.2
 def engine_command(config: RunConfig, model_dir: Path, port: int, gpu: bool) -> list[str]:
     """Command line of one server for the HF folder `model_dir` (config.json alone gives random weights)."""
     engine = config.engine
-    command = [sys.executable, "-m", "sglang.launch_server" if gpu else "sao_megatron.engine.cpu",
+    counted = ["-m", "sao_megatron.telemetry.engine_gpus", str(RunFolder(config.run_dir).gpus_dir), str(port)]
+    server = [*counted, "-m", "sglang.launch_server"] if gpu else ["-m", "sao_megatron.engine.cpu"]
+    command = [sys.executable, *server,
                "--model-path", str(model_dir), "--host", engine.host, "--port", str(port),
                "--tp-size", str(engine.tp), "--dtype", config.model.dtype,
                "--max-running-requests", str(engine.max_running_requests),

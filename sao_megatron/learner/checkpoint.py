@@ -18,8 +18,9 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
-from sao_megatron.learner import runtime
+from sao_megatron.learner import integrity, runtime
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as ps
 from megatron.core import tensor_parallel
@@ -30,6 +31,7 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from sao_megatron.checkpoints import Checkpoint, CheckpointFolder, keeps_optimizer
 from sao_megatron.config import ParallelSection
+from sao_megatron.errors import UserError
 from sao_megatron.learner.optimized import Optimized
 from sao_megatron.learner.trainer import Trainer
 
@@ -45,7 +47,7 @@ class Saver:
         self.section = trainer.config.checkpoint
         self._pending: _Pending | None = None
         self.newest = newest
-        """Learner steps in the last checkpoint that was begun."""
+        """Learner steps in the last checkpoint that was begun; -1 once it has failed."""
 
     def save(self, step: int, updates: int) -> None:
         """Begin to save the weights after `step` learner steps; waits for the one before to be complete."""
@@ -72,15 +74,25 @@ class Saver:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        if faults := pending.faults():
+        faults = pending.faults()
+        if faults:
             pending.forget_results()
+        else:
+            try:
+                for function in pending.request.finalize_fns:
+                    function()
+            except CheckpointException as error:  # on every rank alike: a writer ended well, but could not write
+                faults = [str(error).strip().splitlines()[-1]]
+        if faults:
             log.warning("checkpoint of step %d was not saved (%s); the next one will be", pending.state["step"],
                         ", ".join(faults))
+            self.newest = -1
+            if dist.get_rank() == 0:
+                self.folder.discard(pending.path)
             return
-        for function in pending.request.finalize_fns:
-            function()
         if dist.get_rank() == 0:
-            self.folder.finish(pending.path, pending.state, self.section.keep)
+            checksum = integrity.metadata_checksum(pending.path)
+            self.folder.finish(pending.path, pending.state | {"metadata": checksum}, self.section.keep)
             log.info("checkpoint of step %d saved in %.1f s", pending.state["step"], time.monotonic() - pending.began)
 
 
@@ -119,8 +131,13 @@ class _Pending:
 
 
 def load(trainer: Trainer, checkpoint: Checkpoint) -> None:
-    """Fill a trainer that has begun reinforcement (its weights may be unset). Collective."""
+    """Fill a trainer that has begun reinforcement (its weights may be unset). Collective. Raises UserError for data
+    that are damaged."""
     state = checkpoint.state()
+    if state.get("metadata") not in (None, integrity.metadata_checksum(checkpoint.path)):
+        raise UserError(f"{checkpoint.path}: .metadata is damaged, or another checkpoint's: remove the folder, so that "
+                        f"the run goes on from an older one")
+    integrity.check(checkpoint.path, share=dist.get_rank(), shares=dist.get_world_size())
     now = trainer.config.parallel
     same_layout = ParallelSection.model_validate(state["parallel"] | {"recompute": now.recompute}) == now
     with_optimizers = keeps_optimizer(state, trainer.config)

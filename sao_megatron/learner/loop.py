@@ -27,7 +27,7 @@ from sao_megatron.learner.reporting import Reporter
 from sao_megatron.learner.speed import Speed
 from sao_megatron.learner.trainer import StepResult, Trainer
 from sao_megatron.run_folder import RunFolder
-from sao_megatron.telemetry.records import Recorded, Recorder
+from sao_megatron.telemetry.records import Recorded
 from sao_megatron.trajectory.store import Store, within
 from sao_megatron.trajectory.types import Trajectory, decode, encode
 from sao_megatron.trajectory.versions import version_of
@@ -45,8 +45,7 @@ def main(config: RunConfig, run_dir: Path, task) -> None:
 
     `task` gives the demonstrations of the supervised warm-up.
     """
-    waits = config.engine.start_timeout + config.publication.timeout  # the longest that ranks wait for each other
-    runtime.initialize(config.parallel, config.seed, timeout_seconds=waits)
+    runtime.initialize(config.parallel, config.seed, timeout_seconds=config.collective_timeout)
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {dist.get_rank()} %(message)s", force=True)
     learner = Learner(config, RunFolder(run_dir))
     if learner.is_head and config.model.path is None:
@@ -76,7 +75,6 @@ class Learner:
         self.step = self.first_step
         self.speed = Speed(config, hf_config, self.trainer.preset, self.store)
         self.reporter = Reporter(config, folder, self.store, self.first_step) if self.is_head else None
-        self.recorder = Recorder(folder.tokens_dir, config.tokens.limit_mb, self.model_dir / "tokenizer.json")
 
     def _begin(self) -> tuple[Checkpoint | None, int]:
         """The checkpoint to go on from and this learner's generation, the same on every rank; fits the store to it."""
@@ -159,9 +157,10 @@ class Learner:
         return True
 
     def _save_before_the_end(self, steps: int) -> None:
+        self.saver.finish()
         if self.config.checkpoint.every and self.saver.newest < steps:
             log.info("told to end: saving a checkpoint of step %d", steps)
-            self.saver.save(steps, self.updates)
+            self._begin_to_save(steps)
         self.saver.finish()
 
     def _step(self, step: int) -> bool:
@@ -171,9 +170,10 @@ class Learner:
             trajectories = self._lease(step)
         if trajectories is None:
             return False
-        result = self.trainer.train_step(trajectories, self.version, update_policy, self.clock.phase)
-        recorded = self._record(step, trajectories, result)
-        metrics = result.metrics | batch_metrics(trajectories, self.version) | {
+        version = self.version
+        result = self.trainer.train_step(trajectories, version, update_policy, self.clock.phase)
+        recorded = self._recorded(step, trajectories, result)
+        metrics = result.metrics | batch_metrics(trajectories, version) | {
             "policy_updated": update_policy, "publication/paused": self.publisher.paused if self.publisher else 0.0}
         self.updates += update_policy
         machines = self.speed.machines()
@@ -183,7 +183,7 @@ class Learner:
             metrics |= machines | self.reporter.pacing() | self.speed.rates(
                 self.clock.restart(), metrics, trajectories, result, update_policy)
             self.store.mark_trained(step, self.version, [t.id for t in trajectories], metrics, self.owner)
-            self.reporter.step(step, metrics, result.statistics, recorded)
+            self.reporter.step(step, version, metrics, result.statistics, recorded)
         if self.publisher:
             with self.clock.phase("publish"):
                 if update_policy:
@@ -194,22 +194,25 @@ class Learner:
             self._save(step + 1)
         return True
 
-    def _record(self, step: int, trajectories: list[Trajectory], result: StepResult) -> list[Recorded]:
-        """Write the step's token records, and return them on rank 0 (collective)."""
+    def _recorded(self, step: int, trajectories: list[Trajectory], result: StepResult) -> list[Recorded]:
+        """The step's token records on rank 0 (collective)."""
         section = self.config.tokens
         if not section.trajectories or step % section.every:
             return []
-        records = gather_records(result.batches, trajectories, section.trajectories, (self.config.seed, step))
-        self.recorder.write(step, self.version, records)
-        return records
+        return gather_records(result.batches, trajectories, section.trajectories, (self.config.seed, step))
 
     def _save(self, steps: int) -> None:
         """A checkpoint, if it is time for one; only after the store has recorded the step."""
         every = self.config.checkpoint.every
         if every and (steps % every == 0 or steps == self.config.total_steps):
-            self.saver.save(steps, self.updates)
+            self._begin_to_save(steps)
         else:
             self.saver.advance()
+
+    def _begin_to_save(self, steps: int) -> None:
+        if self.is_head:
+            self.reporter.settle()  # a learner that goes on from the checkpoint does not write these steps again
+        self.saver.save(steps, self.updates)
 
     @property
     def owner(self) -> str:

@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from sao_megatron.learner import runtime
+from sao_megatron.learner import integrity, runtime
 from sao_megatron.learner import model as models
 from megatron.core import parallel_state as ps
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -32,7 +33,8 @@ from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 
 from sao_megatron.config import ParallelSection
-from sao_megatron.errors import UserError
+from sao_megatron.errors import RunError, UserError
+from sao_megatron.files import sync
 from sao_megatron.weights.hf import TensorSource
 from sao_megatron.weights.rules import split
 from sao_megatron.weights.shards import Parameter, ShardMap, hf_shapes
@@ -62,6 +64,18 @@ class WholeModel:
         tensors = *module.named_parameters(), *module.named_buffers()
         self._names = {id(tensor): name for name, tensor in tensors}
         self.parts = _parts(self.shards.parameters, PART_BYTES)
+
+    def check(self, folder: Path, share: int, shares: int) -> None:
+        """Raise UserError if the policy in a checkpoint is damaged (of several processes, each looks at its share), or
+        has a tensor that this model lacks, such as a head where config.json ties it: what is left out makes another
+        model. One that is lacking there is found in reading."""
+        known = {value.key for value in nested_values(self._state) if not isinstance(value, ShardedObject)}
+        strange = [key for key, value in integrity.read_metadata(folder).state_dict_metadata.items()
+                   if key.startswith(PREFIX) and isinstance(value, TensorStorageMetadata) and key not in known]
+        if strange:
+            raise UserError(f"{folder} holds the tensor {min(strange)}, for which the model of config.json has no "
+                            f"place: name the folder of the model that was trained (--model)")
+        integrity.check(folder, PREFIX, share, shares)
 
     def names(self, part: int) -> list[str]:
         """HF names of a part, in the order of its parameters."""
@@ -123,9 +137,13 @@ class WholeModel:
 class MegatronFolder:
     """A TensorSource: the policy of a learner's checkpoint. Reading in the order of `names()` reads each part once."""
 
-    def __init__(self, folder: Path, hf_config: dict):
+    has_checksums = True
+    """They were looked at when it was opened."""
+
+    def __init__(self, folder: Path, hf_config: dict, share: int, shares: int):
         self.folder = folder
         self.model = WholeModel(hf_config, stored_dtype(folder))
+        self.model.check(folder, share, shares)
         self._shapes = self.model.shapes()
         self._part_of = {name: i for i in range(len(self.model.parts)) for name in self.model.names(i)}
         self._held: tuple[int, dict[str, Tensor]] = (-1, {})
@@ -145,19 +163,15 @@ class MegatronFolder:
         return self._held[1][name][index]
 
     def verify_checksum(self, name: str) -> None:
-        """Megatron-Core's format has none."""
+        """See `has_checksums`."""
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
     """Type of the policy's weights in a checkpoint. Raises UserError if there are none."""
-    try:
-        metadata = dcp.FileSystemReader(folder).read_metadata()
-    except (Exception, dcp.api.CheckpointException) as error:  # whatever unpickling a damaged file raises
-        raise UserError(f"{folder} is no checkpoint of the learner: its .metadata cannot be read ({error})") from None
-    key = PREFIX + "embedding.word_embeddings.weight"
-    if key not in metadata.state_dict_metadata:
+    metadata, key = integrity.read_metadata(folder).state_dict_metadata, PREFIX + "embedding.word_embeddings.weight"
+    if key not in metadata:
         raise UserError(f"{folder} holds no weights of a policy (no tensor {key})")
-    return metadata.state_dict_metadata[key].properties.dtype
+    return metadata[key].properties.dtype
 
 
 def join_parts(folder: Path, parts: int) -> None:
@@ -212,13 +226,18 @@ def _write_part(state: dict, folder: Path, part: int) -> None:
     if part == 0:
         state = state | {"common_state": ShardedObject("common_state", {}, (1,), (0,))}
     scratch, file = folder / f"part-{part:05d}.tmp", f"part-{part:05d}.distcp"
-    dcp.save(_as_torch_saves_it(state), storage_writer=dcp.FileSystemWriter(scratch),
-             planner=MCoreSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False), no_dist=True)
+    try:
+        dcp.save(_as_torch_saves_it(state), storage_writer=dcp.FileSystemWriter(scratch),
+                 planner=MCoreSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False), no_dist=True)
+    except dcp.api.CheckpointException as error:
+        raise RunError(f"{folder / file} cannot be written ({str(error).strip().splitlines()[-1]}): is its disk full?"
+                       ) from None
     metadata = pickle.loads((scratch / ".metadata").read_bytes())
     written, = {info.relative_path for info in metadata.storage_data.values()}
     (scratch / written).rename(folder / file)
     metadata.storage_data = {k: replace(info, relative_path=file) for k, info in metadata.storage_data.items()}
     (scratch / "renamed").write_bytes(pickle.dumps(metadata))
+    sync(scratch / "renamed")
     (scratch / "renamed").rename(_metadata_path(folder, part))
     (scratch / ".metadata").unlink()
     scratch.rmdir()

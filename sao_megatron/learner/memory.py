@@ -54,6 +54,11 @@ class Estimate:
     def total(self) -> float:
         return sum(self.rows.values())
 
+    @property
+    def saved(self) -> float:
+        """What of it goes into a checkpoint."""
+        return sum(size for name, size in self.rows.items() if name.endswith((" parameters", " optimizer")))
+
 
 @dataclass(frozen=True)
 class EngineEstimate:
@@ -126,6 +131,11 @@ def _mlp(fields: dict, tp: int, layer: int) -> int:
 def learner(config: RunConfig, hf: dict) -> Estimate:
     """What the fullest learner rank needs."""
     return max((_stage(config, hf, stage) for stage in range(config.parallel.pp)), key=lambda found: found.total)
+
+
+def checkpoint(config: RunConfig, hf: dict) -> float:
+    """GiB of one checkpoint's files, to which every parameter and its optimizer's state goes once."""
+    return learner(config.model_copy(update={"parallel": ParallelSection()}), hf).saved
 
 
 def _stage(config: RunConfig, hf: dict, stage: int) -> Estimate:

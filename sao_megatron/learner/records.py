@@ -24,13 +24,14 @@ _FATES = np.array([fate.name.lower() for fate in Fate])
 
 
 class Part(NamedTuple):
-    """What one rank holds of one trajectory."""
+    """What one rank holds of the chosen trajectories of a micro-batch."""
 
-    trajectory: str
+    owners: np.ndarray
+    """int64 [k]: which trajectory of the global batch each action token belongs to."""
     places: np.ndarray
-    """int64 [k]: which of its action tokens."""
+    """int64 [k]: which of its trajectory's action tokens it is."""
     results: dict[str, np.ndarray]
-    """By column of the records, [k] each."""
+    """By column of the records, [k] each; fate as a number."""
 
 
 def gather_records(batches: list[DeviceBatch], trajectories: list[Trajectory], count: int,
@@ -40,15 +41,16 @@ def gather_records(batches: list[DeviceBatch], trajectories: list[Trajectory], c
     A sample drawn by `seed`, and in a quarter of the places those beside it with the largest share of dropped tokens:
     the sample stays a fair one. Where fewer than that lost any tokens, fewer are recorded.
     """
-    chosen = choose(_dropped_shares(batches, trajectories), count, seed)
-    wanted = {trajectories[index].id for index in chosen}
-    mine = [part for batch in batches for part in _parts(batch, wanted)] if reports() else []
+    number = {t.id: index for index, t in enumerate(trajectories)}
+    chosen = choose(_dropped_shares(batches, trajectories, number), count, seed)
+    mine = [_part(batch, number, list(chosen)) for batch in batches] if reports() else []
     gathered: list | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(mine, gathered, dst=0)
     if gathered is None:
         return []
-    parts = [part for rank in gathered for part in rank]
-    return [Recorded(trajectories[index], how, _joined(trajectories[index], parts)) for index, how in chosen.items()]
+    results = _joined([part for rank in gathered for part in rank], trajectories, list(chosen))
+    return [Recorded(trajectories[index], how, own)
+            for (index, how), own in zip(chosen.items(), results, strict=True)]
 
 
 def choose(dropped: np.ndarray, count: int, seed: tuple[int, ...]) -> dict[int, str]:
@@ -61,16 +63,14 @@ def choose(dropped: np.ndarray, count: int, seed: tuple[int, ...]) -> dict[int, 
     return dict(sorted([*((index, "sample") for index in sample), *((index, "worst") for index in worst)]))
 
 
-def _dropped_shares(batches: list[DeviceBatch], trajectories: list[Trajectory]) -> np.ndarray:
+def _dropped_shares(batches: list[DeviceBatch], trajectories: list[Trajectory], number: dict[str, int]) -> np.ndarray:
     """Of each trajectory's action tokens, float64 [trajectories]; zeros where the policy was not updated."""
-    number = {t.id: index for index, t in enumerate(trajectories)}
     counts = np.zeros(len(trajectories))
     for batch in batches if reports() else ():
         if "tokens" in batch.results:
             fate = to_numpy(batch.results["tokens"].fate)
             dropped = (fate == Fate.DROPPED_LOW) | (fate == Fate.DROPPED_HIGH)
-            numbers = np.array([number[t.id] for t in batch.source.trajectories], np.int64)
-            np.add.at(counts, numbers[_owners(batch)[dropped]], 1)
+            counts += np.bincount(_numbers(batch, number)[_owners(batch)[dropped]], minlength=len(counts))
     total = torch.from_numpy(counts).to(runtime.device())
     dist.all_reduce(total)
     return total.cpu().numpy() / [t.num_actions for t in trajectories]
@@ -81,20 +81,29 @@ def _owners(batch: DeviceBatch) -> np.ndarray:
     return np.searchsorted(np.cumsum(batch.source.lengths), batch.held.cpu().numpy(), side="right")
 
 
-def _parts(batch: DeviceBatch, wanted: set[str]) -> list[Part]:
-    held, owners, lengths = batch.held.cpu().numpy(), _owners(batch), batch.source.lengths
-    starts = np.cumsum(lengths) - lengths
-    columns = {column: to_numpy(batch.results[name]) for name, column in _COLUMNS.items() if name in batch.results}
+def _numbers(batch: DeviceBatch, number: dict[str, int]) -> np.ndarray:
+    """int64 [m]: the micro-batch's trajectories as numbers of the global batch's."""
+    return np.array([number[t.id] for t in batch.source.trajectories], np.int64)
+
+
+def _part(batch: DeviceBatch, number: dict[str, int], wanted: list[int]) -> Part:
+    owners, lengths = _owners(batch), batch.source.lengths
+    numbers, places = _numbers(batch, number)[owners], batch.held.cpu().numpy() - (np.cumsum(lengths) - lengths)[owners]
+    mine = np.flatnonzero(np.isin(numbers, wanted))
+    columns = {column: batch.results[name] for name, column in _COLUMNS.items() if name in batch.results}
     if tokens := batch.results.get("tokens"):
-        columns |= {"log_ratio": to_numpy(tokens.log_ratio), "weight": to_numpy(tokens.weight),
-                    "fate": _FATES[to_numpy(tokens.fate)]}
-    return [Part(t.id, held[owners == index] - starts[index],
-                 {name: values[owners == index] for name, values in columns.items()})
-            for index, t in enumerate(batch.source.trajectories) if t.id in wanted]
+        columns |= {"log_ratio": tokens.log_ratio, "weight": tokens.weight, "fate": tokens.fate}
+    return Part(numbers[mine], places[mine], {name: to_numpy(values)[mine] for name, values in columns.items()})
 
 
-def _joined(trajectory: Trajectory, parts: list[Part]) -> dict[str, np.ndarray]:
-    """The ranks' shares of one trajectory in the order of its action tokens."""
-    mine = [part for part in parts if part.trajectory == trajectory.id]
-    order = np.argsort(np.concatenate([part.places for part in mine]))
-    return {name: np.concatenate([part.results[name] for part in mine])[order] for name in mine[0].results}
+def _joined(parts: list[Part], trajectories: list[Trajectory], chosen: list[int]) -> list[dict[str, np.ndarray]]:
+    """The ranks' shares of each chosen trajectory (ascending) in the order of its action tokens."""
+    parts = [part for part in parts if len(part.owners)]
+    order = np.lexsort([np.concatenate([part.places for part in parts]),
+                        np.concatenate([part.owners for part in parts])])
+    ends = np.cumsum([trajectories[index].num_actions for index in chosen])[:-1]
+    results = {name: np.concatenate([part.results[name] for part in parts])[order] for name in parts[0].results}
+    if "fate" in results:
+        results["fate"] = _FATES[results["fate"]]
+    columns = {name: np.split(values, ends) for name, values in results.items()}
+    return [{name: values[index] for name, values in columns.items()} for index in range(len(chosen))]

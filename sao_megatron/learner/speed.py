@@ -1,5 +1,5 @@
 """How fast a step was, and what the machines did meanwhile: tokens and FLOPs a second of learner and engines, GPUs,
-host, and what the engines say of themselves (rollout/engine_metrics.py leaves it in the store)."""
+host, and what the engines and their GPUs do (rollout/engine_metrics.py leaves it in the store)."""
 from __future__ import annotations
 
 import torch.distributed as dist
@@ -32,17 +32,14 @@ class Speed:
         host()
 
     def machines(self) -> dict[str, float]:
-        """Counters of every rank's GPU and of the others of rank 0's machine; on rank 0, {} elsewhere (collective)."""
+        """Counters of every rank's GPU and of rank 0's machine; on rank 0, {} elsewhere (collective)."""
         if self.gpu is None:
             return host() if self.store else {}
-        uuid, gathered = self.gpu[0], [None] * dist.get_world_size() if self.store else None
-        dist.gather_object((uuid, self.gpus.read(uuid)), gathered, dst=0)
+        gathered = [None] * dist.get_world_size() if self.store else None
+        dist.gather_object(self.gpus.read(self.gpu[0]), gathered, dst=0)
         if gathered is None:
             return {}
-        found = {f"rank-{rank}": counters for rank, (_, counters) in enumerate(gathered)}
-        others = [uuid for uuid in self.gpus.uuids() if uuid not in dict(gathered)]
-        found |= {f"other-{index}": self.gpus.read(uuid) for index, uuid in enumerate(others)}
-        return host() | {f"gpu/{name} {which}": value for which, counters in found.items()
+        return host() | {f"gpu/{name} rank-{rank}": value for rank, counters in enumerate(gathered)
                          for name, value in counters.items()}
 
     def rates(self, seconds: dict[str, float], metrics: dict[str, float], trajectories: list[Trajectory],
@@ -64,11 +61,7 @@ class Speed:
                 engine.count * engine.tp)}
         if self.peak:
             found |= {f"{side}/mfu": found[f"{side}/flops_per_second"] / self.peak for side in ("learner", "engine")}
-        return found | self._engines()
+        return found | self.store.get_state(ENGINES, {})
 
     def _bubble(self, micro_batches: float) -> float:
         return (self.config.parallel.pp - 1) / (micro_batches + self.config.parallel.pp - 1)
-
-    def _engines(self) -> dict[str, float]:
-        return {f"sglang/{name} {index}": value for index, said in enumerate(self.store.get_state(ENGINES, []))
-                for name, value in (said or {}).items()}

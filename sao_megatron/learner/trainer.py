@@ -219,19 +219,16 @@ class Trainer:
 def _counted(batch: DeviceBatch, version: int, tasks: tuple[str, ...]) -> Tokens:
     """This rank's action tokens of a micro-batch that was trained at `version`, for the statistics."""
     trajectories, lengths, held = batch.source.trajectories, batch.source.lengths, batch.held.cpu().numpy()
-    seen = batch.results["tokens"]
-
-    def per_token(values) -> np.ndarray:
-        return np.repeat(np.array(values, np.int64), lengths)[held]
+    seen, owners = batch.results["tokens"], np.repeat(np.arange(len(lengths)), lengths)[held]
     return Tokens(
         log_ratio=to_numpy(seen.log_ratio), rollout_logprob=to_numpy(batch.rollout_logprobs),
         weight=to_numpy(seen.weight), fate=to_numpy(seen.fate),
         entropy=to_numpy(batch.results["entropy"]), advantage=to_numpy(batch.results["advantages"]),
-        lag=lag(version, batch.held_versions), length=per_token(lengths),
+        lag=lag(version, batch.held_versions), length=lengths[owners],
         expert_load=to_numpy(batch.results["expert_load"]) if "expert_load" in batch.results else None,
         turn=np.concatenate([np.zeros(0, np.int64), *(t.turns[t.action_mask] for t in trajectories)])[held],
-        position=np.concatenate([np.zeros(0, np.int64), *(np.arange(n) for n in lengths)])[held],
-        task=per_token([tasks.index(t.task) for t in trajectories]))
+        position=held - (np.cumsum(lengths) - lengths)[owners],
+        task=np.array([tasks.index(t.task) for t in trajectories], np.int64)[owners])
 
 
 def _refuse_non_finite(batch: DeviceBatch, logprobs: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ from sao_megatron.config import RunConfig
 from sao_megatron.device import gpu_names, has_gpu
 from sao_megatron.engine.process import engine_command, engine_environment
 from sao_megatron.errors import UserError
-from sao_megatron.placement.plan import Plan
+from sao_megatron.placement.plan import Plan, learner_environment
 from sao_megatron.run_folder import RunFolder
 from sao_megatron.supervisor import ProcessSpec
 
@@ -94,9 +94,9 @@ def _plan(config: RunConfig, folder: RunFolder, urls: list[str], devices: list[s
     engines = [ProcessSpec(f"engine-{i}", engine_command(config, model_dir, urlsplit(url).port, gpu),
                            engine_environment(gpu, tp) | on(ranks + i * tp, tp)) for i, url in enumerate(urls)]
     group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    shared = on(0, ranks) | learner_environment(gpu) | group
     learners = [ProcessSpec(f"learner-{rank}", [*cli, "learner", str(folder.path)],
-                            on(0, ranks) | group | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
-                for rank in range(ranks)]
+                            shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(ranks)]
     controller = None if config.mode == "replay" else ProcessSpec(
         "controller", [*cli, "controller", str(folder.path)], common)
     return Plan(engines, controller, learners, urls)

@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from sao_megatron.placement.preflight import exchange_name
+
 PAIR_SECONDS = 10.0
 """For one exchange of two nodes that are both ready for it."""
 WAIT_SECONDS = 60.0
@@ -44,7 +46,7 @@ def main(address: str, port: int) -> None:
 
 def _facts(questions: dict) -> dict:
     token = Path(questions["token"])
-    for _ in range(20):  # a file server may show a new file late
+    for _ in range(10):  # a file server may show a new file late
         if token.exists():
             break
         time.sleep(0.5)
@@ -66,7 +68,7 @@ def _gpus() -> list[str]:
 def _exchange(store: dist.Store, number: int, pair: list[str], node: str, questions: dict) -> dict:
     """{"gb_s": rate} or {"error": sentence}: data to the other and back."""
     other = pair[1 - pair.index(node)]
-    name = f"exchange-{number}-{pair[0]}-{pair[1]}"
+    name = exchange_name(number, pair)
     try:
         store.set(f"{name}/{node}", "")
         store.wait([f"{name}/{other}"], timedelta(seconds=WAIT_SECONDS))

@@ -25,6 +25,17 @@ class Plan:
     sandbox_urls: list[str] = field(default_factory=list)
 
 
+def learner_environment(gpu: bool) -> dict[str, str]:
+    """What a rank's environment needs on top of its parent's."""
+    if not gpu:
+        return {}
+    return {
+        # Micro-batches differ in length; without this, what each leaves between the others' blocks is lost to them.
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        # Megatron-Core issues communication before the kernels that are to hide it: one queue keeps the order.
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+
+
 class Placement(Protocol):
     """Makes the plan, and knows whether the machines under it live."""
 

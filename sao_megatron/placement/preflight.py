@@ -40,6 +40,11 @@ def rounds(learner: list[str], rollout: list[str], spares: list[str]) -> list[li
     return [pairs for pairs in found if pairs]
 
 
+def exchange_name(number: int, pair: Pair) -> str:
+    """Under which the two of a round's pair meet; each says at `<name>/<node>` that it has begun."""
+    return f"exchange-{number}-{pair[0]}-{pair[1]}"
+
+
 class Preflight:
     """Of the nodes of one job. `nodes`: the head first, which is where we are."""
 
@@ -54,6 +59,8 @@ class Preflight:
         self.reducers = [task for task in self.tasks if task.split("/")[0] in self.learner]
         self.rates: list[float] = []
         """GB/s of the exchanges."""
+        self.untried: list[str] = []
+        """Exchanges for which no time was left, since the nodes are many or one of them hangs."""
 
     def run(self, supervisor: Supervisor, step: Callable[[Node, str, int], ProcessSpec]) -> dict[str, str]:
         """The bad nodes and what is wrong with them. `step` makes the step on one node, given the store's address and
@@ -76,18 +83,21 @@ class Preflight:
             token.unlink()
 
     def _listen(self, store: TCPStore, supervisor: Supervisor, specs: dict[str, ProcessSpec]) -> dict[str, str]:
-        deadline = time.monotonic() + self.seconds
-        facts = self._collect(store, supervisor, "facts", self.tasks, time.monotonic() + 0.6 * self.seconds)
+        begin = time.monotonic()
+        facts = self._collect(store, supervisor, "facts", self.tasks, begin + 0.6 * self.seconds)
         bad = self._judge_silence(facts, supervisor, specs) | judge_facts(facts, self.gpus)
         present = [name for name in self.names if name not in bad]
         store.set("present", json.dumps(present))
-        self._collect(store, supervisor, "paired", present, deadline)
+        paired = self._collect(store, supervisor, "paired", present, begin + 0.85 * self.seconds)
         bad |= judge_pairs(self._exchanges(store, set(present)), self.nodes[0].name)
         fit = not set(self.learner) & bad.keys()
-        store.set("reduce", json.dumps(fit))
-        if fit:
-            done = self._collect(store, supervisor, "reduced", self.reducers, deadline)
+        free = fit and paired.keys() >= set(self.learner)
+        store.set("reduce", json.dumps(free))
+        if free:
+            done = self._collect(store, supervisor, "reduced", self.reducers, begin + self.seconds)
             bad |= judge_reduce({task: done.get(task, {"error": "no answer"}) for task in self.reducers})
+        elif fit:
+            self.untried.append("the all-reduce of the learner's nodes")
         return bad
 
     def _collect(self, store: TCPStore, supervisor: Supervisor, what: str, tasks: list[str],
@@ -111,16 +121,24 @@ class Preflight:
                 for name in sorted(silent)}
 
     def _exchanges(self, store: TCPStore, present: set[str]) -> dict[Pair, str | None]:
-        """The error of each pair, None without."""
+        """The error of each pair, None without. A pair of which one never began, since it was still busy with others,
+        says nothing against either."""
         found = {}
         for number, pairs in enumerate(self.rounds):
             for pair in pairs:
-                if present.issuperset(pair):
-                    keys = [f"pair/{number}/{name}" for name in pair]
-                    answers = [json.loads(store.get(key)) for key in keys if store.check([key])]
-                    errors = [answer["error"] for answer in answers if "error" in answer]
-                    self.rates += [answer["gb_s"] for answer in answers if "gb_s" in answer]
-                    found[pair] = errors[0] if errors else None if len(answers) == 2 else "no answer in time"
+                if not present.issuperset(pair):
+                    continue
+                keys = [f"pair/{number}/{name}" for name in pair]
+                answers = [json.loads(store.get(key)) for key in keys if store.check([key])]
+                errors = [answer["error"] for answer in answers if "error" in answer]
+                self.rates += [answer["gb_s"] for answer in answers if "gb_s" in answer]
+                begun = store.check([f"{exchange_name(number, pair)}/{name}" for name in pair])
+                if errors or len(answers) == 2:
+                    found[pair] = errors[0] if errors else None
+                elif begun:
+                    found[pair] = "no answer in time"
+                else:
+                    self.untried.append(" with ".join(pair))
         return found
 
 

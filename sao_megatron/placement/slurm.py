@@ -6,26 +6,27 @@ is on them. The supervisor sees the sruns; signals to them reach their tasks.
 """
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from sao_megatron.config import ClusterSection, RunConfig
+from sao_megatron.config.cluster import PORTS
 from sao_megatron.config.cluster import placement as places
 from sao_megatron.engine.process import engine_command, engine_environment
-from sao_megatron.errors import UserError
+from sao_megatron.errors import Unfinished, UserError
 from sao_megatron.placement.allocation import Allocation, Node, down
-from sao_megatron.placement.plan import Plan
+from sao_megatron.placement.plan import Plan, learner_environment
 from sao_megatron.placement.preflight import Preflight
 from sao_megatron.placement.steps import Steps
 from sao_megatron.run_folder import RunFolder
 from sao_megatron.supervisor import ProcessSpec, Supervisor
 from sao_megatron.telemetry.progress import Progress
 
-MOST_ENGINES = 64
-"""Ports that one job keeps to itself."""
 _GUARD = """echo "$(hostname): guards job $1 against the loss of $0"
 while sleep 10; do
     nodes=$(squeue -h -j "$1" -t R -o %N | paste -sd,) && [ -n "$nodes" ] || continue
@@ -82,7 +83,8 @@ class SlurmPlacement:
         self.log_dir = folder.log_dir / str(self.job)
         self.steps = Steps(config.cluster, self.log_dir, allocation.binds_cpus)
         self.roles = assign(config.cluster, self.nodes)
-        self._first_port = config.engine.port or 10000 + allocation.job * MOST_ENGINES % 20000
+        # Below those of outgoing connections.
+        self._first_port = config.engine.port or 10000 + allocation.job % 22 * PORTS
         self._engine_nodes: list[list[Node]] = []
         self._deal_engines()
 
@@ -103,6 +105,9 @@ class SlurmPlacement:
         self.leave_out(bad)
         progress.note(f"preflight of {len(check.nodes)} nodes: {time.monotonic() - begin:.0f} s, slowest exchange "
                       f"{min(check.rates, default=0.0):.1f} GB/s")
+        if check.untried:
+            progress.note(f"the {cluster.preflight_seconds:.0f} s of cluster.preflight_seconds left no time for "
+                          f"{len(check.untried)} exchanges, such as {check.untried[-1]}")
 
     def _start_guard(self, supervisor: Supervisor) -> None:
         others = [node.name for node in [*self.roles.learner, *self.roles.rollout] if node != self.head]
@@ -121,8 +126,20 @@ class SlurmPlacement:
                                tasks=max(1, self.config.cluster.gpus_per_node))
 
     def leave_out(self, bad: Mapping[str, str]) -> None:
-        """Deal the nodes out anew without these (name → why)."""
-        self.roles = assign(self.config.cluster, self.nodes, bad)
+        """Deal the nodes out anew without these (name → why).
+
+        Where too few are left: Unfinished if most are good, and the script (slurm/lib.sh) is to start the job again
+        without the bad ones; else UserError, for it is something that all nodes share.
+        """
+        try:
+            self.roles = assign(self.config.cluster, self.nodes, bad)
+        except UserError:
+            unwanted = os.environ.get("SAO_EXCLUDE")
+            if unwanted is None or 2 * len(bad) >= sum(map(len, self.nodes)):
+                raise
+            Path(unwanted).write_text("".join(f"{name}\n" for name in bad))
+            reasons = "; ".join(f"{name} failed the preflight: {why}" for name, why in bad.items())
+            raise Unfinished(f"{reasons}; no spare node is left, so the job is to get others") from None
         self._deal_engines()
 
     def _deal_engines(self) -> None:
@@ -148,7 +165,8 @@ class SlurmPlacement:
             "controller", [self.head], [*cli, "controller", folder])
         learners = [] if config.mode == "rollout" else [self.steps.step(
             "learner", self.roles.learner, [*cli, "learner", folder], tasks=self.places.ranks_per_node,
-            environment={"MASTER_ADDR": self.head.address, "TORCHELASTIC_USE_AGENT_STORE": "True"})]
+            environment=learner_environment(bool(config.cluster.gpus_per_node)) | config.cluster.environment
+            | {"MASTER_ADDR": self.head.address, "TORCHELASTIC_USE_AGENT_STORE": "True"})]
         servers = [] if config.mode == "replay" else range(config.sandbox.servers)
         sandboxes = [self.steps.step(f"sandbox-{i}", [self._sandbox_node(i)],
                                      [*cli, "sandbox", folder, "--index", str(i)]) for i in servers]
@@ -191,7 +209,7 @@ class SlurmPlacement:
         return self.roles.rollout[index % len(self.roles.rollout)]
 
     def _sandbox_url(self, index: int) -> str:
-        port = self._first_port + MOST_ENGINES - 1 - index // len(self.roles.rollout)
+        port = self._first_port + PORTS - 1 - index // len(self.roles.rollout)
         return f"http://{self._sandbox_node(index).address}:{port}"
 
     def _url(self, index: int) -> str:
@@ -204,7 +222,7 @@ class SlurmPlacement:
         command = engine_command(there, self.folder.model_dir(config), address.port, bool(gpus))
         if len(nodes) > 1:
             command += ["--nnodes", str(len(nodes)), "--node-rank", "%t",
-                        "--dist-init-addr", f"{address.hostname}:{self._first_port + MOST_ENGINES // 2 + index}"]
+                        "--dist-init-addr", f"{address.hostname}:{self._first_port + config.engine.count + index}"]
         own = {}
         if gpus:
             first = index % self.places.engines_per_node * tp

@@ -12,6 +12,8 @@ from sao_megatron.errors import UserError
 from sao_megatron.placement.allocation import Node
 from sao_megatron.supervisor import ProcessSpec
 
+REPOSITORY = Path(__file__).parents[2]
+
 
 class Steps:
     """Makes the specs of steps that share the job's nodes."""
@@ -61,8 +63,10 @@ class Steps:
         threads = "4" if cluster.gpus_per_node else "1"
         socket_interface = {} if cluster.interface is None else {
             "NCCL_SOCKET_IFNAME": cluster.interface, "GLOO_SOCKET_IFNAME": cluster.interface}
+        # The package of the launcher, and not one that the image may have.
+        inside = {} if cluster.container.runtime == "none" else {"PYTHONPATH": str(REPOSITORY)}
         return {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
-                **socket_interface, **cluster.environment}
+                **inside, **socket_interface, **cluster.environment}
 
     @property
     def python(self) -> str:

@@ -157,12 +157,14 @@ class Chat:
         self.messages.append(self.template.reply(action, self.tools, words))
         return self.messages[-1]
 
-    def add(self, messages: list[Message]) -> Continuation:
-        """What follows the sampled turn: the new messages, and the beginning of the assistant's next turn.
+    def add(self, messages: list[Message], tools: list[dict] | None = None) -> Continuation:
+        """What follows the sampled turn: the new messages, and the beginning of the assistant's next turn. `tools`:
+        those from now on.
 
         Raises jinja2's TemplateError where the template refuses the messages, and has not taken them in then.
         """
         *earlier, reply = self.messages
+        self.tools = self.tools if tools is None else tools
         new, before = [normal(message) for message in messages], self._text
         self._text = self.template.text([*self.messages, *new], self.tools)
         self.messages = [*self.messages, *new]
@@ -206,6 +208,8 @@ class Chat:
 def normal(message: Message) -> Message:
     """The message as templates want it and as two of them are compared: no empty fields, text as one string, a call's
     arguments as a dict. Raises ValueError for what no template can render."""
+    if not isinstance(message, dict):
+        raise ValueError(f"a message is {message!r}: expected an object with role and content")
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str):
         raise ValueError(f"a message's role is {role!r}: expected a string")

@@ -50,8 +50,10 @@ async def run_controller(config: RunConfig, task: Task, store: Store, clients: l
     row failed, or if the controller could do nothing for `learner_patience` seconds because the learner published
     nothing.
     """
-    pool = EnginePool(clients, config.engine.start_timeout, config.rollout.request_tokens,
+    # None is trusted yet: an engine may have started anew, too, and have no weights.
+    pool = EnginePool([], config.engine.start_timeout, config.rollout.request_tokens,
                       lambda: (store.published() or (None,))[0])
+    pool.use(clients)
     controller = _Controller(config, task, store, pool, index, list(sets), learner_patience)
     try:
         await controller.run(find_clients or (lambda: clients))
@@ -255,4 +257,6 @@ class _Controller:
                                "asyncio.CancelledError through")
         await asyncio.sleep(0)  # the callbacks of those that ended
         self._write_finished()
+        if self.half_done:
+            self.half_done.write()
         self._write_numbers()

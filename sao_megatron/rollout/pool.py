@@ -47,8 +47,9 @@ class EnginePool:
 
     def __init__(self, clients: list, patience: float, request_tokens: int = 4096,
                  published: Callable[[], int | None] = lambda: None):
-        """`clients`: EngineClients. `patience`: seconds that a request waits while no engine lives. `request_tokens`:
-        most tokens of one request. `published()`: the version that engines should serve, None if any will do."""
+        """`clients`: EngineClients of engines that serve already. `patience`: seconds that a request waits while no
+        engine lives. `request_tokens`: most tokens of one request. `published()`: the version that engines should
+        serve, None if any will do."""
         self.patience, self.request_tokens, self.published = patience, request_tokens, published
         self.suspects = asyncio.Lock()
         self.convictions = 0
@@ -65,7 +66,7 @@ class EnginePool:
         for client in clients:
             if id(client) not in known:
                 known[id(client)] = engine = _Engine(client)
-                engine.return_ = asyncio.create_task(self._await_return(engine))
+                engine.return_ = asyncio.create_task(self._await_return(engine, 0.0))
         for engine in self._engines:
             if all(engine.client is not client for client in clients) and engine.return_:
                 engine.return_.cancel()
@@ -129,13 +130,14 @@ class EnginePool:
         """The seat's engine died, or serves older weights than are published: the seat leaves it."""
         engine, self._last_error = seat.engine, error or self._last_error
         if not engine.return_ and engine in self._engines:
-            engine.return_ = asyncio.create_task(self._await_return(engine))
+            engine.return_ = asyncio.create_task(self._await_return(engine, LOOK_SECONDS))
         seat.failed_at = engine
         self._leave(seat)
 
-    async def _await_return(self, engine: _Engine) -> None:
+    async def _await_return(self, engine: _Engine, pause: float) -> None:
         while True:
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(pause)
+            pause = LOOK_SECONDS
             try:
                 if await engine.client.healthy():
                     version, wanted = await engine.client.model_version(), self.published()

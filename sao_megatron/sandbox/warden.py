@@ -146,8 +146,8 @@ class Warden:
 
     def _break(self, reason: str) -> str:
         self.end()
+        self.broken = True  # before looking at the connection, on which the next cell may be there already
         self._gather(0)
-        self.broken = True
         return reason
 
     def _pass_on(self, data: bytes) -> bytes:

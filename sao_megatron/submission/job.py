@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 from pathlib import Path
 
 from rich.console import Console
@@ -25,6 +26,7 @@ def submit(recipe: Path, overrides: list[str], dry_run: bool) -> None:
     if config.cluster.gpus_per_node:
         learner, engine = memory.learner(config, model.hf_config), memory.engine(config, model.hf_config)
         show_memory(config, learner, engine)
+        print(describe_disk(config, memory.checkpoint(config, model.hf_config)))
         check_memory(config, learner, engine)
     if not dry_run and config.model.path and model.folder is None:
         raise UserError(f"model.path: folder {config.model.path} does not exist: put the checkpoint where all nodes "
@@ -93,8 +95,15 @@ def show_memory(config: RunConfig, learner: memory.Estimate, engine: memory.Engi
     table.add_row(f"total, of {config.cluster.gpu_memory_gb:g}", f"{learner.total:.1f}")
     Console(width=100).print(table)
     trajectories = engine.kv_tokens / config.rollout.max_tokens
-    staged = sum(size for name, size in learner.rows.items() if name.endswith((" parameters", " optimizer")))
     print(f"an engine's GPU: {engine.weights:.1f} GiB of weights, {max(0.0, engine.kv_cache):.1f} of KV cache: "
           f"{engine.kv_tokens:,} tokens an engine, {trajectories:.1f} of the longest trajectories\n"
           f"a learner node's main memory while a checkpoint is written: "
-          f"{staged * placement(config).ranks_per_node:.0f} GiB")
+          f"{learner.saved * placement(config).ranks_per_node:.0f} GiB")
+
+
+def describe_disk(config: RunConfig, checkpoint: float) -> str:
+    """What checkpoints of `checkpoint` GiB take at most, and whether there is room. (A quota is not seen.)"""
+    folder = next(path for path in (config.runs_dir.absolute(), *config.runs_dir.absolute().parents) if path.is_dir())
+    most, free = (config.checkpoint.keep + 1) * checkpoint, shutil.disk_usage(folder).free / memory.GIB
+    return (f"checkpoints: {checkpoint:,.0f} GiB each, {most:,.0f} while one is written beside checkpoint.keep="
+            f"{config.checkpoint.keep}; {folder} has {free:,.0f} free" + (": TOO LITTLE" if free < most else ""))

@@ -28,7 +28,7 @@ def dropped_by(name: str, steps: list[int], metrics: list[dict[str, float]]) -> 
                         interpolation="nearest", extent=(steps[0] - 0.5, steps[-1] + 0.5, -0.5, len(rows) - 0.5))
     axes.set(xlabel="learner step", ylabel=name, yticks=range(len(rows)), yticklabels=rows,
              title=f"dropped, % of the action tokens of each {name}")
-    figure.colorbar(image, ax=axes, label="% dropped")
+    figure.colorbar(image, ax=axes, pad=0.03, fraction=0.12, label="% dropped")
     return figure
 
 
@@ -38,12 +38,12 @@ def phases(steps: list[int], metrics: list[dict[str, float]]) -> Figure | None:
     if not known:
         return None
     seconds = _averaged(np.array([[step.get(f"seconds/{name}", np.nan) for step in metrics] for name in known]))
-    figure = _figure(3.4)
+    figure = _figure(3.4, right=0.79)
     axes = figure.subplots()
     axes.stackplot(np.linspace(steps[0], steps[-1], seconds.shape[1]), np.nan_to_num(seconds), labels=known)
     axes.set(xlabel="learner step", ylabel="seconds", title="seconds of a step by phase")
     axes.margins(x=0)
-    figure.legend(loc="outside right")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0))
     return figure
 
 
@@ -57,12 +57,15 @@ def advantage_ratio(joint: np.ndarray) -> Figure:
     axes.axvline(0, color="grey", linewidth=0.5)
     axes.axhline(0, color="grey", linewidth=0.5)
     axes.set(xlabel="log r (nats)", ylabel="advantage", title="action tokens of the step")
-    figure.colorbar(image, ax=axes, label="tokens")
+    figure.colorbar(image, ax=axes, pad=0.03, fraction=0.12, label="tokens")
     return figure
 
 
-def _figure(height: float) -> Figure:
-    return Figure(figsize=(7, height), dpi=100, layout="constrained")
+def _figure(height: float, right: float = 1.0) -> Figure:
+    """Margins as wide as the labels need; to have them measured would take as long again as the drawing."""
+    figure = Figure(figsize=(7, height), dpi=100)
+    figure.subplots_adjust(left=0.14, right=right, bottom=0.52 / height, top=1 - 0.3 / height)
+    return figure
 
 
 def _drawn(edges: np.ndarray) -> tuple[float, float]:

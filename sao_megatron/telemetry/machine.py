@@ -1,7 +1,7 @@
 """What the machine does: host memory and cores everywhere, GPU counters of NVIDIA's library where there is one.
 
-Each learner rank reads its own GPU; rank 0 reads also those of its machine that are no rank's, which with
-`sao-megatron train` are the engines'. Counters that a GPU does not have are left out. nvidia-ml-py is optional.
+Each learner rank reads its own GPU, and a reader beside each engine its engine's (engine_gpus.py). Counters that a GPU
+does not have are left out. nvidia-ml-py is optional.
 """
 from __future__ import annotations
 

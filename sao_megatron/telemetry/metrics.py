@@ -5,6 +5,7 @@ table; tests/e2e holds the metrics of a real run to it.
 """
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 from sao_megatron.config import AlarmSection
@@ -32,7 +33,11 @@ _MASK = (
 
 METRICS = (
     *(Metric(f"mask/{name}", unit, meaning) for name, unit, meaning in _MASK),
-    Metric("mask/dropped_by_trajectory", "share", "mean over trajectories of the dropped share of each"),
+    Metric("mask/kept", "share", "neither dropped nor recovered"),
+    Metric("mask/dropped_by_trajectory", "share", "mean over trajectories of the dropped share of each: long ones "
+           "count no more than short ones"),
+    Metric("mask/dropped_low_by_trajectory", "share", "the same of those dropped low"),
+    Metric("mask/dropped_high_by_trajectory", "share", "the same of those dropped high"),
     Metric("ratio/log_mean", "nats", "mean of log r, r = π_θ / π_rollout"),
     Metric("ratio/log_abs_mean", "nats", "mean of |log r|: how far the policy has moved from what sampled the batch"),
     Metric("mismatch/mean", "nats", "mean |log r| of the tokens of lag 0, which the same weights sampled and trained: "
@@ -104,13 +109,29 @@ NUMBERED = (
     Metric("sglang/cache_used …", "share", "of its KV cache"),
     Metric("sglang/cache_hits …", "share", "of prompt tokens that its prefix cache held"),
 )
-"""One for each GPU or engine: … is rank-0, other-0 or the engine's index."""
+"""One for each GPU or engine: … is rank-0, engine-0.1 or the engine's index."""
+ELSEWHERE = (
+    Metric("alarm/…", "1", "in TensorBoard, at each step that raised the alarm of this name (below)"),
+    Metric("evaluation/solve_rate", "share", "of an evaluation's episodes, the mean over its sets by their weights"),
+    Metric("evaluation/<set>/solve_rate", "share", "of the set's episodes"),
+    Metric("evaluation/<set>/reward", "reward", "mean of its episodes"),
+    Metric("evaluation/<set>/pass@k", "share", "of the set's prompts, those of which one of k episodes is solved, "
+           "for k = 1, 2, 4 … samples (an unbiased estimate)"),
+    Metric("evaluation/<set>/avg@k", "share", "of the k samples of a prompt, those that are solved, mean over prompts"),
+    Metric("evaluation/<set>/errors", "episodes", "of which the environment failed"),
+    Metric("evaluation/<set>/first_version", "version", "of the oldest weights that sampled a token of it"),
+    Metric("evaluation/<set>/last_version", "version", "of the newest"),
+)
+"""Scalars of TensorBoard beside a step's metrics. … is an alarm's name, k a number."""
 _TASK_MEANING = "task of its trajectory"
 
 
 def known(name: str) -> bool:
-    """Is `name` a metric of the table, or one of its breakdowns?"""
+    """Is `name` a metric of the tables, or one of the breakdowns?"""
     if name in {metric.name for metric in METRICS} or f"{name.rpartition(' ')[0]} …" in {m.name for m in NUMBERED}:
+        return True
+    if any(re.fullmatch(re.escape(m.name).replace("…", r"\w+").replace("<set>", "[^/]+").replace("@k", r"@\d+"), name)
+           for m in ELSEWHERE):
         return True
     folder, _, rest = name.partition("/")
     field, _, bucket = rest.partition(" ")
@@ -122,10 +143,9 @@ def known(name: str) -> bool:
 
 def markdown() -> str:
     """docs/metrics.md."""
-    rows = ["| name | unit | meaning |", "|---|---|---|",
-            *(f"| `{m.name}` | {m.unit} | {m.meaning} |" for m in METRICS)]
-    numbered = ["| name | unit | meaning |", "|---|---|---|",
-                *(f"| `{m.name}` | {m.unit} | {m.meaning} |" for m in NUMBERED)]
+    rows, numbered, elsewhere = (
+        ["| name | unit | meaning |", "|---|---|---|", *(f"| `{m.name}` | {m.unit} | {m.meaning} |" for m in table)]
+        for table in (METRICS, NUMBERED, ELSEWHERE))
     meanings = {name: buckets.meaning for name, buckets in BREAKDOWNS.items()} | {"task": _TASK_MEANING}
     buckets = {name: ", ".join(b.names) for name, b in BREAKDOWNS.items()} | {"task": "the tasks' names"}
     broken = ["| breakdown | a token's bucket | buckets |", "|---|---|---|",
@@ -133,7 +153,7 @@ def markdown() -> str:
     alarms = ["| alarm | rings | cause, and what to try |", "|---|---|---|",
               *map(_alarm, rules(AlarmSection(), max_lag=0))]
     return "\n".join((_INTRODUCTION, *rows, "", _BREAKDOWNS, *broken, "", _CLOSING, "",
-                      _MACHINES, *numbered, "", _FLOPS, "", _ALARMS, *alarms))
+                      _ELSEWHERE, *elsewhere, "", _MACHINES, *numbered, "", _FLOPS, "", _ALARMS, *alarms))
 
 
 def _alarm(rule: Rule) -> str:
@@ -150,20 +170,20 @@ included). `writers.jsonl=true` also writes them to metrics.jsonl in the run's f
 
 This page is made by `python -m sao_megatron.telemetry.metrics > docs/metrics.md`; a test holds it to the code. Shares
 are of the step's action tokens unless they say otherwise. All of it is summed where the tokens are, on the ranks, and
-reduced once a step.
+reduced once a step; files are written in a thread beside the learner.
 """
 _BREAKDOWNS = """## Broken down
 
-`mask/…` but for `dropped_by_trajectory`, and the share of the step's action tokens (`tokens`), for the tokens of one
-bucket: `by_lag/dropped_low 3-4` is the share of the tokens of lag 3 and 4 that were dropped because their ratio is too
-low. A bucket without tokens has no value in that step.
+`mask/…` but for `kept` and `…_by_trajectory`, and the share of the step's action tokens (`tokens`), for the tokens of
+one bucket: `by_lag/dropped_low 3-4` is the share of the tokens of lag 3 and 4 that were dropped because their ratio is
+too low. A bucket without tokens has no value in that step.
 """
 _ALARMS = """## Alarms
 
 Rules over these metrics (`telemetry/alarms.py`) with the limits of the config section `alarms`. One that rings is a
-line in the terminal and in the learner's log, and a text in TensorBoard; `alarms.on_alarm` says whether the run goes on
-(`warn`), goes on with fresher samples (`slow`), waits until the file `PAUSED` in its folder is deleted (`pause`) or
-ends (`stop`). A run that is resumed remembers what its steps so far did to the alarms.
+line in the terminal and in the learner's log, and a text and a mark (`alarm/…`) in TensorBoard; `alarms.on_alarm` says
+whether the run goes on (`warn`), goes on with fresher samples (`slow`), waits until the file `PAUSED` in its folder is
+deleted (`pause`) or ends (`stop`). A run that is resumed remembers what its steps so far did to the alarms.
 
 `slow`: while `mask_share`, `effective_sample_size`, `discarded_mass` or `lag_beyond_bound` is raised, pacing admits one
 version of lag less than before, and again one less after each 2·(rollout.max_lag + 1) steps in which it is still
@@ -174,11 +194,15 @@ Rules about the engine need 30 tokens of lag 0 in a step. `gradient_norm` is in 
 steps, `entropy_…` of its mean in the first ten updates, `reward_drop` of the best mean of twenty steps (at least 0.1),
 `lag_beyond_bound` in versions of mean lag above rollout.max_lag.
 """
+_ELSEWHERE = """## Alarms and evaluations
+
+Only in TensorBoard; `sao-megatron summary` has the evaluations too.
+"""
 _MACHINES = """## Machines
 
-`gpu/… rank-3` is the GPU of learner rank 3, `gpu/… other-0` a GPU of rank 0's machine that is no rank's (an engine's,
-with `sao-megatron train`); both need `nvidia-ml-py`. `sglang/… 0` is what engine 0 says of itself in its /metrics,
-looked at every 2 s. GPUs of machines on which only engines run are not read: SGLang's numbers are all there is of them.
+`gpu/… rank-3` is the GPU of learner rank 3, `gpu/… engine-2.0` the first GPU of engine 2, wherever it runs; both need
+`nvidia-ml-py`. `sglang/… 2` is what engine 2 says of itself in its /metrics. Engines are looked at every 2 s, and their
+GPUs read every 5 s, over which what is a mean here is taken of an engine's.
 """
 _FLOPS = """### FLOPs and MFU
 
@@ -194,12 +218,15 @@ updates, and one of the policy where its behaviour policy is recomputed. Padding
 not count. `tests/unit/test_flops.py` holds the numbers of a forward to those that PyTorch counts in Transformers'
 models. Peaks are NVIDIA's for dense bfloat16."""
 _CLOSING = """Histograms: `lag/tokens` and `ratio/log` (log r, 120 fixed bins from −3 to 3 and two open ones), the same
-bins in every step and run. Images, redrawn every 50 steps: `heat/…`, the dropped share by bucket and step,
-`heat/seconds`, the seconds of a step by phase, and `heat/advantage_ratio`, the step's action tokens by advantage and
-log r. The custom-scalars page is the place to start:
-reward, dropped share by side, effective sample size, discarded mass, lag. The text `worst`, written as often, shows the
-trajectories of the steps since the last one that lost most tokens, each token with its fate; with `tokens.page`, the
-address under which you serve the page of `sao-megatron inspect --html`, its tokens are links there."""
+bins in every step and run. Images: `heat/…`, the dropped share by bucket and step, `heat/seconds`, the seconds of a
+step by phase, and `heat/advantage_ratio`, the last step's action tokens by advantage and log r. They are drawn every
+ten steps, or less often where that would take more than 1 % of the time, and at the end. The custom-scalars page is the
+place to start: reward, dropped share by side, effective sample size, discarded mass, lag.
+
+The text `worst`, every 50 steps, has the token strings that were dropped most since the last one, and the trajectories
+that lost most tokens, each token with its fate. Its links lead to the page of the trajectory's step that
+`sao-megatron inspect runs/<name> --serve` shows to browsers on the same machine, or, with `tokens.page`, to the address
+under which you serve a page of `inspect --html`."""
 
 if __name__ == "__main__":
     print(markdown())

@@ -60,6 +60,8 @@ class Recorder:
     def __init__(self, folder: Path, limit_mb: float, tokenizer: Path):
         """`tokenizer` is a tokenizer.json; token strings are empty if there is none."""
         self._folder, self._limit, self._words = folder, limit_mb * 1e6, Words(tokenizer)
+        self._bytes: int | None = None
+        """Of all files; None before the first is written, which finds those of an earlier learner."""
 
     def write(self, step: int, version: int, recorded: list[Recorded]) -> None:
         """`version` is the learner's before the step."""
@@ -69,22 +71,31 @@ class Recorder:
         partial = path.with_suffix(".partial")
         try:
             self._folder.mkdir(exist_ok=True)
-            tables = [_table(step, version, one, self._words) for one in recorded]
-            pq.write_table(pa.concat_tables(tables), partial, compression="zstd")
+            pq.write_table(_table(step, version, recorded, self._words), partial, compression="zstd")
+            again = self._bytes is None or path.exists()
             partial.replace(path)
-            thin(self._folder, self._limit)
+            self._bytes = size_of(self._folder) if again else self._bytes + path.stat().st_size
+            if self._bytes > self._limit:
+                self._bytes = thin(self._folder, self._limit)
         except (OSError, pa.ArrowException) as error:
             log.warning("no token records of step %d: %s", step, error)
 
 
-def thin(folder: Path, limit: float) -> None:
-    """Delete every second file of the older half until all together are below `limit` bytes or only one is left."""
+def thin(folder: Path, limit: float) -> int:
+    """Delete every second file of the older half until all together are below `limit` bytes or only one is left;
+    returns what they have then."""
     files = {path: path.stat().st_size for path in files_of(folder)}
     while sum(files.values()) > limit and len(files) > 1:
         older = list(files)[:max(2, len(files) // 2)]
         for path in older[1::2] if len(files) > 2 else older[:1]:
             path.unlink()
             del files[path]
+    return sum(files.values())
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of a run's record files."""
+    return sum(path.stat().st_size for path in files_of(folder))
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -114,22 +125,47 @@ class Words:
         return text if whole else self._tokenizer.id_to_token(id) or ""
 
 
-def _table(step: int, version: int, recorded: Recorded, words: Words) -> pa.Table:
-    t, action = recorded.trajectory, recorded.trajectory.action_mask
-    first = np.argmax(action)  # the prompt is what comes before the first action
-    kind = np.where(action, "action", np.where(np.arange(len(t)) < first, "prompt", "observation"))
-    columns = {
-        "step": step, "trajectory": t.id, "prompt": t.prompt_id, "task": t.task, "status": str(t.status),
-        "chosen": recorded.chosen, "trajectory_reward": t.reward,
-        "position": np.arange(len(t)), "token_id": t.tokens, "token": words.of(t.tokens), "turn": t.turns,
-        "kind": kind.tolist(), "reward": t.rewards}
-    actions = {"version": t.action_versions, "lag": lag(version, t.action_versions),
-               "rollout_logprob": t.rollout_logprobs[action]} | recorded.results
-    if "log_ratio" in actions:
+def _table(step: int, version: int, recorded: list[Recorded], words: Words) -> pa.Table:
+    """Of all trajectories at once: most of what a column costs is the same for one token and for many."""
+    trajectories = [one.trajectory for one in recorded]
+    columns = _identities(recorded) | _tokens(trajectories, words)
+    columns["step"] = np.full(len(columns["position"]), step)
+    action, sampled = _all(trajectories, "action_mask"), _all(trajectories, "action_versions")
+    results = {"version": sampled, "lag": lag(version, sampled),
+               "rollout_logprob": _all(trajectories, "rollout_logprobs")[action]} | {
+        name: np.concatenate([one.results[name] for one in recorded]) for name in recorded[0].results}
+    if "log_ratio" in results:
         with np.errstate(over="ignore"):
-            actions["ratio"] = np.exp(actions["log_ratio"])
-    columns |= {name: _spread(values, action) for name, values in actions.items()}
-    return pa.table([_column(columns.get(name), kind, len(t)) for name, kind in _TYPES.items()], schema=SCHEMA)
+            results["ratio"] = np.exp(results["log_ratio"])
+    columns |= {name: _spread(values, action) for name, values in results.items()}
+    return pa.table([_column(columns[name], kind) if name in columns else pa.nulls(len(action), kind)
+                     for name, kind in _TYPES.items()], schema=SCHEMA)
+
+
+def _identities(recorded: list[Recorded]) -> dict[str, pa.Array]:
+    """What all tokens of a trajectory share."""
+    trajectories = [one.trajectory for one in recorded]
+    values = {"trajectory": [t.id for t in trajectories], "prompt": [t.prompt_id for t in trajectories],
+              "task": [t.task for t in trajectories], "status": [str(t.status) for t in trajectories],
+              "chosen": [one.chosen for one in recorded], "trajectory_reward": [t.reward for t in trajectories]}
+    owner = pa.array(np.repeat(np.arange(len(trajectories)), [len(t) for t in trajectories]))
+    return {name: pa.array(of_each, _TYPES[name]).take(owner) for name, of_each in values.items()}
+
+
+def _tokens(trajectories: list[Trajectory], words: Words) -> dict[str, np.ndarray | pa.Array]:
+    """What a token is, whether or not it was sampled."""
+    tokens, action = _all(trajectories, "tokens"), _all(trajectories, "action_mask")
+    position = np.concatenate([np.arange(len(t)) for t in trajectories])
+    first = np.repeat([np.argmax(t.action_mask) for t in trajectories], [len(t) for t in trajectories])
+    kind = np.where(action, 1, np.where(position < first, 0, 2))  # the prompt is what comes before the first action
+    ids, place = np.unique(tokens, return_inverse=True)
+    return {"position": position, "token_id": tokens, "token": pa.array(words.of(ids)).take(pa.array(place)),
+            "turn": _all(trajectories, "turns"), "reward": _all(trajectories, "rewards"),
+            "kind": pa.array(("prompt", "action", "observation")).take(pa.array(kind))}
+
+
+def _all(trajectories: list[Trajectory], name: str) -> np.ndarray:
+    return np.concatenate([getattr(t, name) for t in trajectories])
 
 
 def _spread(values: np.ndarray, action: np.ndarray) -> pa.Array:
@@ -139,9 +175,5 @@ def _spread(values: np.ndarray, action: np.ndarray) -> pa.Array:
     return pa.array(result, mask=~action)
 
 
-def _column(values, kind: pa.DataType, length: int) -> pa.Array:
-    if values is None:
-        return pa.nulls(length, kind)
-    if isinstance(values, np.ndarray | list | pa.Array):
-        return pa.array(values).cast(kind)
-    return pa.array([values], kind).take(pa.array(np.zeros(length, np.int64)))
+def _column(values: np.ndarray | pa.Array, kind: pa.DataType) -> pa.Array:
+    return values.cast(kind) if isinstance(values, pa.Array) else pa.array(values, kind)

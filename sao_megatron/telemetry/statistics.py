@@ -15,16 +15,19 @@ from sao_megatron.telemetry.buckets import BREAKDOWNS, DECILES, deciles
 LOG_RATIO_EDGES = np.concatenate([[-np.inf], np.linspace(-3.0, 3.0, 121), [np.inf]])
 """Bins of log r, the same in every step and run so that histograms can be compared."""
 ADVANTAGE_EDGES = np.concatenate([[-np.inf], np.linspace(-3.0, 3.0, 25), [np.inf]])
-COARSE_LOG_RATIO_EDGES = LOG_RATIO_EDGES[[0, *range(1, 122, 4), 122]]
+_COARSE = np.array([0, *range(1, 122, 4), 122])
+COARSE_LOG_RATIO_EDGES = LOG_RATIO_EDGES[_COARSE]
+_COARSE_BIN = np.searchsorted(_COARSE, np.arange(len(LOG_RATIO_EDGES) - 1), side="right") - 1
+"""Of each bin of log r."""
 MISMATCH_EDGES = np.concatenate([[0.0], np.logspace(-8, 2, 201), [np.inf]])
 """Bins of |log r| at lag 0, where engine and learner hold the same weights: 20 a factor of 10."""
 
 FIELDS = ("tokens", "dropped_low", "dropped_high", "recovered", "weight", "weight_squared", "kept_ratio")
 """What is summed in every bucket."""
-SUMS = ("trajectories", "dropped_by_trajectory", "lag", "entropy", "log_ratio", "log_ratio_abs", "mismatch",
-        "fresh_logprob", "fresh_logprob_squared", "fresh_ratio", "fresh_ratio_squared", "fresh_product",
-        "value_tokens", "value", "return", "return_squared", "error", "error_squared", "advantage", "advantage_squared",
-        "policy_loss")
+SUMS = ("trajectories", "dropped_low_by_trajectory", "dropped_high_by_trajectory", "lag", "entropy", "log_ratio",
+        "log_ratio_abs", "mismatch", "fresh_logprob", "fresh_logprob_squared", "fresh_ratio", "fresh_ratio_squared",
+        "fresh_product", "value_tokens", "value", "return", "return_squared", "error", "error_squared", "advantage",
+        "advantage_squared", "policy_loss")
 
 
 @dataclass(frozen=True)
@@ -65,8 +68,12 @@ class Statistics:
     def __init__(self, tasks: tuple[str, ...] = ()):
         self.tasks = tasks
         sizes = {name: len(buckets.edges) for name, buckets in BREAKDOWNS.items()} | {"task": len(tasks)}
-        self.breakdowns = {name: np.zeros((size, len(FIELDS))) for name, size in sizes.items()}
-        """FIELDS by bucket."""
+        ends = np.cumsum(list(sizes.values()))
+        self._table = np.zeros((ends[-1], len(FIELDS)))
+        self._starts = dict(zip(sizes, (ends - list(sizes.values())).tolist(), strict=True))
+        """First row of each breakdown."""
+        self.breakdowns = dict(zip(sizes, np.split(self._table, ends[:-1]), strict=True))
+        """FIELDS by bucket: parts of one table."""
         self.log_ratio = np.zeros(len(LOG_RATIO_EDGES) - 1)
         """Action tokens by log r."""
         self.joint = np.zeros((len(ADVANTAGE_EDGES) - 1, len(COARSE_LOG_RATIO_EDGES) - 1))
@@ -76,7 +83,7 @@ class Statistics:
         self.sums = np.zeros(len(SUMS))
 
     def _parts(self) -> list[np.ndarray]:
-        return [*self.breakdowns.values(), self.log_ratio, self.joint, self.mismatch, self.sums]
+        return [self._table, self.log_ratio, self.joint, self.mismatch, self.sums]
 
     def to_vector(self) -> np.ndarray:
         return np.concatenate([part.ravel() for part in self._parts()])
@@ -99,25 +106,32 @@ class Statistics:
 
     def add_tokens(self, tokens: Tokens) -> None:
         """Count one micro-batch's action tokens."""
-        low, high = tokens.fate == Fate.DROPPED_LOW, tokens.fate == Fate.DROPPED_HIGH
-        kept = np.where(tokens.fate == Fate.KEPT, tokens.log_ratio, -np.inf).astype(np.float64)
-        fields = (None, low, high, tokens.fate == Fate.RECOVERED, tokens.weight,
-                  np.square(tokens.weight, dtype=np.float64), np.exp(kept))  # float64 holds any ratio that occurs
-        for name, table in self.breakdowns.items():
-            if name == "expert_load" and tokens.expert_load is None:
-                continue
-            index = tokens.buckets(name)
-            for column, field in enumerate(fields):
-                table[:, column] += np.bincount(index, field, minlength=len(table))
-        self.log_ratio += np.histogram(tokens.log_ratio, LOG_RATIO_EDGES)[0]
-        self.joint += np.histogram2d(tokens.advantage, tokens.log_ratio, (ADVANTAGE_EDGES, COARSE_LOG_RATIO_EDGES))[0]
+        self._add_breakdowns(tokens)
+        log_ratio = _bins(tokens.log_ratio, LOG_RATIO_EDGES)
+        joint = _bins(tokens.advantage, ADVANTAGE_EDGES) * self.joint.shape[1] + _COARSE_BIN[log_ratio]
+        self.log_ratio += np.bincount(log_ratio, minlength=self.log_ratio.size)
+        self.joint += np.bincount(joint, minlength=self.joint.size).reshape(self.joint.shape)
         self._add_fresh(*(x[tokens.lag == 0].astype(np.float64) for x in (tokens.log_ratio, tokens.rollout_logprob)))
-        self.add(trajectories=1 / tokens.length, dropped_by_trajectory=(low | high) / tokens.length, lag=tokens.lag,
+        share = 1 / tokens.length
+        self.add(trajectories=share, dropped_low_by_trajectory=share[tokens.fate == Fate.DROPPED_LOW],
+                 dropped_high_by_trajectory=share[tokens.fate == Fate.DROPPED_HIGH], lag=tokens.lag,
                  entropy=tokens.entropy, log_ratio=tokens.log_ratio, log_ratio_abs=np.abs(tokens.log_ratio))
+
+    def _add_breakdowns(self, tokens: Tokens) -> None:
+        """All breakdowns at once: with few tokens, a call of NumPy costs more than its work."""
+        names = [name for name in self.breakdowns if name != "expert_load" or tokens.expert_load is not None]
+        rows = np.concatenate([tokens.buckets(name) + self._starts[name] for name in names])
+        fates = np.bincount(rows * len(Fate) + np.tile(tokens.fate, len(names)), minlength=len(self._table) * len(Fate))
+        fates = fates.reshape(-1, len(Fate))
+        kept = np.where(tokens.fate == Fate.KEPT, tokens.log_ratio, -np.inf).astype(np.float64)
+        weight = tokens.weight.astype(np.float64)
+        sums = (weight, weight**2, np.exp(kept))  # float64 holds any ratio that occurs
+        self._table += np.column_stack([fates.sum(1), fates[:, Fate.DROPPED_LOW:], *(
+            np.bincount(rows, np.tile(field, len(names)), minlength=len(self._table)) for field in sums)])
 
     def _add_fresh(self, log_ratio: np.ndarray, rollout_logprob: np.ndarray) -> None:
         """Count the tokens of lag 0; float64, since the fit subtracts sums that are nearly alike."""
-        self.mismatch += np.histogram(np.abs(log_ratio), MISMATCH_EDGES)[0]
+        self.mismatch += np.bincount(_bins(np.abs(log_ratio), MISMATCH_EDGES), minlength=self.mismatch.size)
         self.add(mismatch=np.abs(log_ratio), fresh_logprob=rollout_logprob, fresh_logprob_squared=rollout_logprob**2,
                  fresh_ratio=log_ratio, fresh_ratio_squared=log_ratio**2, fresh_product=log_ratio * rollout_logprob)
 
@@ -133,13 +147,19 @@ class Statistics:
         result = {}
         if tokens := total[0]:
             result = {f"mask/{name}": value for name, value in _shares(total).items()} | {
-                "mask/dropped_by_trajectory": self["dropped_by_trajectory"] / self["trajectories"],
+                "mask/kept": 1.0 - total[1:4].sum() / tokens,
+                **{f"mask/{name}_by_trajectory": share for name, share in self._by_trajectory().items()},
                 "ratio/log_mean": self["log_ratio"] / tokens, "ratio/log_abs_mean": self["log_ratio_abs"] / tokens,
                 "lag/mean": self["lag"] / tokens, "policy/entropy": self["entropy"] / tokens,
             } | self._mismatch_metrics() | self._breakdown_metrics(tokens)
         if self["value_tokens"]:
             result |= self._critic_metrics()
         return {name: float(value) for name, value in result.items()}
+
+    def _by_trajectory(self) -> dict[str, float]:
+        """Means over the trajectories of their shares."""
+        low, high = (self[f"{name}_by_trajectory"] / self["trajectories"] for name in ("dropped_low", "dropped_high"))
+        return {"dropped": low + high, "dropped_low": low, "dropped_high": high}
 
     def _mismatch_metrics(self) -> dict[str, float]:
         """Of the tokens of lag 0; the 99th percentile and the largest as upper edges of their bins."""
@@ -163,16 +183,14 @@ class Statistics:
                 "mismatch/correlation": (variance + covariance) / (variance * learner) ** 0.5}
 
     def _breakdown_metrics(self, tokens: float) -> dict[str, float]:
-        result = {}
-        for name, table in self.breakdowns.items():
-            names = self.tasks if name == "task" else BREAKDOWNS[name].names
-            if name in DECILES:
-                table = _in_deciles(table)
-            for bucket, row in zip(names, table, strict=True):
-                if row[0]:
-                    result |= {f"by_{name}/{key} {bucket}": value for key, value in _shares(row).items()}
-                    result[f"by_{name}/tokens {bucket}"] = row[0] / tokens
-        return result
+        tables = {name: _in_deciles(table) if name in DECILES else table for name, table in self.breakdowns.items()}
+        places = [(name, bucket) for name in tables
+                  for bucket in (self.tasks if name == "task" else BREAKDOWNS[name].names)]
+        rows = np.concatenate(list(tables.values()))
+        held = np.flatnonzero(rows[:, 0])
+        columns = _shares(rows[held].T) | {"tokens": rows[held, 0] / tokens}
+        return {f"by_{places[row][0]}/{key} {places[row][1]}": value for key, values in columns.items()
+                for row, value in zip(held, values.tolist(), strict=True)}
 
     def _critic_metrics(self) -> dict[str, float]:
         n = self["value_tokens"]
@@ -184,12 +202,18 @@ class Statistics:
                 "advantage/std": float(np.sqrt(max(self["advantage_squared"] / n - (self["advantage"] / n) ** 2, 0)))}
 
 
-def _shares(row: np.ndarray) -> dict[str, float]:
-    """What FIELDS of some tokens say: shares of them, ESS and discarded mass m as in ALGORITHM.md §7."""
-    tokens, low, high, recovered, weight, weight_squared, kept_ratio = row
+def _shares(fields: np.ndarray) -> dict[str, np.ndarray]:
+    """What FIELDS ([7] or [7, buckets]) of some tokens say: shares of them, ESS and discarded mass m as in
+    ALGORITHM.md §7."""
+    tokens, low, high, recovered, weight, weight_squared, kept_ratio = fields
     return {"dropped": (low + high) / tokens, "dropped_low": low / tokens, "dropped_high": high / tokens,
             "recovered": recovered / tokens, "discarded_mass": 1.0 - kept_ratio / tokens,
-            "effective_sample_size": weight**2 / max(tokens * weight_squared, 1e-12)}
+            "effective_sample_size": weight**2 / np.maximum(tokens * weight_squared, 1e-12)}
+
+
+def _bins(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    """The bin of each value; the first edge is the least possible value, and the last bin is open."""
+    return np.searchsorted(edges[1:-1], values, side="right")
 
 
 def _in_deciles(table: np.ndarray) -> np.ndarray:

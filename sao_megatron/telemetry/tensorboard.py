@@ -4,6 +4,7 @@ Names, units and meaning: telemetry/metrics.py and docs/metrics.md.
 """
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +18,12 @@ from sao_megatron.telemetry.records import Recorded
 from sao_megatron.telemetry.statistics import LOG_RATIO_EDGES, Statistics
 from sao_megatron.telemetry.worst import Worst
 
-DRAW_EVERY = 50
-"""Steps between two drawings of the heat maps."""
+DRAW_EVERY = 10
+"""Fewest steps between two drawings of the pictures."""
+DRAW_SHARE = 0.01
+"""Most of the run's time that drawing takes."""
+TELL_EVERY = 50
+"""Steps between two texts of the worst trajectories."""
 LAYOUT = {
     "How is it going?": {
         "reward": ["Multiline", ["reward/mean", "reward/solve_rate"]],
@@ -61,6 +66,9 @@ class TensorBoardWriter:
         self._worst = worst
         self._steps = [step for step, _ in earlier]
         self._metrics = [_drawn(metrics) for _, metrics in earlier]
+        self._joint: np.ndarray | None = None
+        """Of the last step."""
+        self._undrawn, self._draw_after = False, 0.0
 
     def write(self, step: int, metrics: dict[str, float], statistics: Statistics,
               recorded: list[Recorded] = ()) -> None:
@@ -74,23 +82,31 @@ class TensorBoardWriter:
         self._histogram("ratio/log", statistics.log_ratio, _LOG_RATIO_BINS, step)
         self._steps.append(step)
         self._metrics.append(_drawn(metrics))
-        if len(self._steps) % DRAW_EVERY == 0:
-            self._draw(step)
-            self._writer.add_figure("heat/advantage_ratio", heatmaps.advantage_ratio(statistics.joint), step)
+        self._joint, self._undrawn = statistics.joint, True
+        if len(self._steps) % DRAW_EVERY == 0 and time.monotonic() >= self._draw_after:
+            self._draw()
+        if len(self._steps) % TELL_EVERY == 0:
+            self._tell()
 
     def alarm(self, step: int, sentence: str) -> None:
         """Mark the step: a sentence on the text page, and 1 under alarm/ on the scalar page."""
         self._writer.add_text("alarms", sentence, step)
         self._writer.add_scalar(f"alarm/{sentence.partition(' ')[0]}", 1.0, step)
 
-    def _draw(self, step: int) -> None:
+    def _draw(self) -> None:
+        begin, step = time.monotonic(), self._steps[-1]
         for name in heatmaps.DRAWN:
             if figure := heatmaps.dropped_by(name, self._steps, self._metrics):
                 self._writer.add_figure(f"heat/{name}", figure, step)
         if figure := heatmaps.phases(self._steps, self._metrics):
             self._writer.add_figure("heat/seconds", figure, step)
+        self._writer.add_figure("heat/advantage_ratio", heatmaps.advantage_ratio(self._joint), step)
+        self._undrawn = False
+        self._draw_after = time.monotonic() + (time.monotonic() - begin) / DRAW_SHARE
+
+    def _tell(self) -> None:
         if self._worst and (text := self._worst.take()):
-            self._writer.add_text("worst", text, step)
+            self._writer.add_text("worst", text, self._steps[-1])
 
     def _histogram(self, name: str, counts: np.ndarray, edges: np.ndarray, step: int) -> None:
         """Add counts of fixed bins (one edge more than counts), without the empty bins at both ends.
@@ -106,8 +122,9 @@ class TensorBoardWriter:
             bucket_limits=edges[1:].tolist(), bucket_counts=counts.tolist(), global_step=step)
 
     def close(self) -> None:
-        if self._steps:
-            self._draw(self._steps[-1])
+        if self._undrawn:
+            self._draw()
+            self._tell()
         self._writer.close()
 
 

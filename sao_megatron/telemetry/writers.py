@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import math
 import time
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Protocol
 
 from sao_megatron.config import RunConfig
 from sao_megatron.errors import UserError
+from sao_megatron.files import write_whole
 from sao_megatron.run_folder import RunFolder
 from sao_megatron.telemetry.records import Recorded, Words
 from sao_megatron.telemetry.statistics import Statistics
@@ -60,7 +62,7 @@ def open_writers(config: RunConfig, folder: RunFolder, first_step: int,
     settings, writers = flat_settings(config.model_dump(mode="json")), []
     if config.writers.tensorboard:
         from sao_megatron.telemetry.tensorboard import TensorBoardWriter
-        worst = Worst(Words(folder.model_dir(config) / "tokenizer.json"), config.tokens.page)
+        worst = Worst(Words(folder.model_dir(config) / "tokenizer.json"), folder.path, config.tokens.page)
         writers.append(TensorBoardWriter(folder.path / "tensorboard", settings, first_step, earlier, worst))
     if config.writers.jsonl:
         writers.append(JsonLines(folder.path / "metrics.jsonl", first_step))
@@ -73,9 +75,8 @@ class JsonLines:
     """One line a step: {"step", "time" (Unix seconds), "alarms" of the step before, and every metric by its name}."""
 
     def __init__(self, path: Path, first_step: int):
-        kept = [line for line in path.read_text().splitlines() if json.loads(line)["step"] < first_step] if (
-            path.is_file()) else []
-        path.write_text("".join(f"{line}\n" for line in kept))
+        lines = path.read_text().splitlines() if path.is_file() else []
+        write_whole(path, "".join(f"{line}\n" for line in lines if _step_of(line) < first_step))
         self._file, self._alarms = path.open("a"), []
 
     def write(self, step: int, metrics: dict[str, float], statistics: Statistics, recorded: list[Recorded]) -> None:
@@ -88,6 +89,14 @@ class JsonLines:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _step_of(line: str) -> float:
+    """Infinity for a line that a crash cut off: it goes."""
+    try:
+        return json.loads(line)["step"]
+    except ValueError:
+        return math.inf
 
 
 class WeightsAndBiases:

@@ -19,4 +19,5 @@ def file_system(path: Path) -> str:
     """Type of the file system that the folder of `path` is on, such as ext4 or nfs4; "" if unknown."""
     folder = path.absolute().parent.resolve()
     mounts = [mount for mount in psutil.disk_partitions(all=True) if folder.is_relative_to(mount.mountpoint)]
+    mounts.reverse()  # of two that are mounted on one place, the later one is seen
     return max(mounts, key=lambda mount: len(mount.mountpoint)).fstype if mounts else ""

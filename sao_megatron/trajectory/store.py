@@ -33,8 +33,10 @@ MAX_LAG = "max_lag"
 """Key of the state: the lag that pacing may admit now, where the learner has lowered it (alarms.on_alarm=slow)."""
 ALARMS = "alarms"
 """Key of the state: [[step, sentence], ...] of the last alarms."""
+STOPPED = "stopped"
+"""Key of the state: the sentence of the alarm that ended the run (alarms.on_alarm=stop)."""
 ENGINES = "engines"
-"""Key of the state: what each engine last said of itself, {name: number}, or null."""
+"""Key of the state: metrics of the engines and their GPUs, by name, as they were a moment ago."""
 LOCK_TIMEOUT = 60.0  # seconds to wait for another process's write, which takes milliseconds
 
 _SCHEMA = f"""
@@ -125,12 +127,19 @@ class Store:
                 self._check_version()
                 return
             self._db = sqlite3.connect(self.path, timeout=LOCK_TIMEOUT, isolation_level=None)
-            self._db.execute(f"PRAGMA journal_mode = {journal or journal_mode(self.path)}")
+            self._set_journal(journal or journal_mode(self.path))
             self._db.execute("PRAGMA synchronous = FULL")
             with self._transaction():
                 self._create_or_check()
         except sqlite3.Error as error:
             raise RunError(f"trajectory store {self.path} cannot be opened: {error}") from None
+
+    def _set_journal(self, mode: str) -> None:
+        """SQLite keeps the mode that a store has, without an error, where it cannot change it."""
+        found = self._one(f"PRAGMA journal_mode = {mode}")[0]
+        if found.upper() != mode:
+            raise RunError(f"trajectory store {self.path} keeps the journal {found}, but where it lies only {mode} is "
+                           f"safe: end all processes that use it, and try again")
 
     def _create_or_check(self) -> None:
         (found,), (tables,) = self._one("PRAGMA user_version"), self._one("SELECT COUNT(*) FROM sqlite_schema")

@@ -32,17 +32,38 @@ Bucket = list[tuple[str, Tensor]]
 """HF names and full tensors that travel together."""
 
 
+PAIR = ("q_a_proj", "kv_a_proj_with_mqa")
+"""Of multi-latent attention. SGLang 0.5.23 fuses the two of a layer, and drops one that comes without the other in the
+same request, saying that all went well (its models/deepseek_common/deepseek_weight_loader.py, `cached_a_proj`)."""
+
+
 def cut(stream: Iterator[tuple[str, Tensor]], max_bytes: int) -> Iterator[Bucket]:
-    """Cut a stream of tensors into lists of at most `max_bytes` (a larger tensor has a list of its own)."""
+    """Cut a stream of tensors into lists of at most `max_bytes`. A larger tensor has a list of its own, and what SGLang
+    must get together is not cut apart."""
     bucket, size = [], 0
-    for name, tensor in stream:
-        if bucket and size + tensor.nbytes > max_bytes:
+    for together in _paired(stream):
+        more = sum(tensor.nbytes for _, tensor in together)
+        if bucket and size + more > max_bytes:
             yield bucket
             bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += tensor.nbytes
+        bucket += together
+        size += more
     if bucket:
         yield bucket
+
+
+def _paired(stream: Iterator[tuple[str, Tensor]]) -> Iterator[Bucket]:
+    """Each tensor alone, but a PAIR together, when its second has come."""
+    first: dict[str, tuple[str, Tensor]] = {}
+    for name, tensor in stream:
+        own, other = next(((a, b) for a, b in (PAIR, PAIR[::-1]) if f".{a}." in name), ("", ""))
+        if not own:
+            yield [(name, tensor)]
+        elif held := first.pop(name.replace(own, other), None):
+            yield [held, (name, tensor)]
+        else:
+            first[name] = name, tensor
+    yield from ([held] for held in first.values())  # none, but for a model that has only one of the two
 
 
 class Turns:

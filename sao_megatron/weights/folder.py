@@ -24,6 +24,9 @@ _EXPERT = re.compile(r"(?P<block>.*)\.(?:mlp|block_sparse_moe)\.experts\.(?P<exp
                      r"\.(?P<part>gate_proj|up_proj|down_proj|w1|w3|w2)\.weight")
 _FUSED = re.compile(r"(?P<block>.*)\.mlp\.experts\.(?P<part>gate_up_proj|down_proj)")
 _HALF = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1}
+_MIXTRAL = {".block_sparse_moe.": ".mlp.", ".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."}
+SCALE = "_scale_inv"
+"""What the name of a float8 tensor's scales adds to its own."""
 _MAPPED_BYTES = 16 * 2**20  # a file's pages count as this process's memory until it is closed
 
 
@@ -45,29 +48,47 @@ class SafetensorsFolder:
         self.folder = Path(folder)
         self.bytes_read = self._mapped = 0
         self._open: tuple[str, safe_open] | None = None
-        self._file_of = self._read_index()
-        self._checksums = self._read_json(CHECKSUMS).get("tensors", {}) if (self.folder / CHECKSUMS).is_file() else {}
+        self.file_of = self._read_index()
+        """The file of each tensor, by stored names."""
+        checksums = self.folder / CHECKSUMS
+        self._checksums = read_json(checksums).get("tensors") if checksums.is_file() else {}
+        if not isinstance(self._checksums, dict):
+            raise UserError(f"{checksums} has no checksums by tensor: remove it to read the folder without them")
         self._block = self._block_size()
 
     @property
     def is_quantized(self) -> bool:
         return self._block is not None
 
+    @property
+    def has_checksums(self) -> bool:
+        return bool(self._checksums)
+
     def check(self) -> None:
-        """Open every file and look for every tensor that the index names. Raises UserError naming file and tensor."""
-        for name, file in sorted(self._file_of.items(), key=lambda item: item[1]):
-            self._stored_slice(Place(file, name))
+        """Open every file, look for every tensor that the index names and for any that lies in two of the files. Raises
+        UserError naming file and tensor."""
+        found: dict[str, str] = {}
+        for file in sorted(set(self.file_of.values())):
+            for name in self._opened(file).keys():  # noqa: SIM118
+                if name in found:
+                    raise UserError(f"{self.folder / file}: tensor {name} lies in {found[name]} too, so that every "
+                                    f"reader may take another one: copy or export this checkpoint again")
+                found[name] = file
+        for name, file in self.file_of.items():
+            if found.get(name) != file:
+                raise UserError(f"{self.folder / file}: tensor {name} is missing, the index says it is there: one of "
+                                f"the two is damaged, or from another checkpoint")
         self._open = None
 
     def names(self) -> list[str]:
         """Every tensor, by per-expert names, without the scales of float8."""
         found: list[str] = []
-        for stored in sorted(name for name in self._file_of if not name.endswith("_scale_inv")):
+        for stored in sorted(name for name in self.file_of if not name.endswith(SCALE)):
             match = _FUSED.fullmatch(stored)
             if match is None:
                 found.append(stored)
                 continue
-            experts = self._shape(Place(self._file_of[stored], stored))[0]
+            experts = self._shape(Place(self.file_of[stored], stored))[0]
             parts = ("gate_proj", "up_proj") if match["part"] == "gate_up_proj" else ("down_proj",)
             found += [f"{match['block']}.mlp.experts.{e}.{part}.weight" for e in range(experts) for part in parts]
         return found
@@ -84,9 +105,13 @@ class SafetensorsFolder:
         """Part `index` of the tensor `name`, of full shape `shape`; in its stored type, float8 as float32."""
         place = self._place(name)
         stored = self._stored_slice(place)
-        if stored.get_dtype() not in (*DTYPES, "F8_E4M3"):
+        is_float8 = stored.get_dtype() == "F8_E4M3"
+        if stored.get_dtype() not in DTYPES and not is_float8:
             raise UserError(f"{self.folder / place.file}: tensor {place.stored} has type {stored.get_dtype()}; weights "
                             f"are read from {', '.join(DTYPES)} and from F8_E4M3 with scales")
+        if not is_float8 and place.stored + SCALE in self.file_of:
+            raise UserError(f"{self.folder / place.file}: tensor {place.stored} has type {stored.get_dtype()} and yet "
+                            f"block scales ({place.stored}{SCALE}): were they multiplied in? If so, remove them")
         if (found := self.shape(name)) != tuple(shape):
             raise UserError(f"{self.folder / place.file}: tensor {place.stored} has shape {self._shape(place)}, "
                             f"config.json asks for {tuple(shape)}" + (f" for {name}" if place.stored != name else ""))
@@ -98,7 +123,7 @@ class SafetensorsFolder:
         tensor = stored[(*([] if place.expert is None else [place.expert]), *index)]
         self.bytes_read += tensor.nbytes
         self._mapped += tensor.nbytes
-        if stored.get_dtype() == "F8_E4M3":
+        if is_float8:
             return self._scaled(tensor, place, index, self._shape(place))
         return tensor
 
@@ -115,9 +140,13 @@ class SafetensorsFolder:
 
     def _read_index(self) -> dict[str, str]:
         if (self.folder / INDEX).is_file():
-            files = self._read_json(INDEX).get("weight_map")
-            if not isinstance(files, dict):
-                raise UserError(f"{self.folder / INDEX} has no weight_map: it is not an index of safetensors files")
+            files = read_json(self.folder / INDEX).get("weight_map")
+            if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+                raise UserError(f"{self.folder / INDEX} has no weight_map from tensors to files: it is not an index of "
+                                f"safetensors files")
+            if (self.folder / SINGLE).is_file() and SINGLE not in files.values():
+                raise UserError(f"{self.folder} holds {SINGLE} and an index of other files, and some readers take the "
+                                f"one, some the other: remove the one that is not the model")
             for name, file in files.items():
                 if not (self.folder / file).is_file():
                     raise UserError(f"{self.folder / file} does not exist; the index names it for tensor {name}: copy "
@@ -127,51 +156,48 @@ class SafetensorsFolder:
             return dict.fromkeys(self._opened(SINGLE).keys(), SINGLE)
         raise UserError(f"{self.folder} holds no {SINGLE} and no {INDEX}: convert the checkpoint to safetensors first")
 
-    def _read_json(self, name: str) -> dict:
-        try:
-            content = json.loads((self.folder / name).read_text())
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise UserError(f"{self.folder / name} is not valid JSON: {error}") from None
-        if not isinstance(content, dict):
-            raise UserError(f"{self.folder / name}: expected a JSON object, found {type(content).__name__}")
-        return content
-
     def _block_size(self) -> tuple[int, int] | None:
         """Rows and columns that share a scale in a float8 checkpoint; None if this is none. Refuses other kinds."""
-        quantized = (self._read_json("config.json").get("quantization_config")
-                     if (self.folder / "config.json").is_file() else None)
+        path = self.folder / "config.json"
+        quantized = read_json(path).get("quantization_config") if path.is_file() else None
         if not quantized:
             return None
-        method, block = quantized.get("quant_method"), quantized.get("weight_block_size")
-        if method != "fp8" or not block:
-            raise UserError(f"{self.folder / 'config.json'}: weights quantised by {method!r} (block {block}) cannot be "
-                            f"read; only 'fp8' with a weight_block_size can: use the unquantised checkpoint")
-        return block[0], block[1]
+        fields = quantized if isinstance(quantized, dict) else {}
+        match fields.get("quant_method"), fields.get("weight_block_size"):
+            case "fp8", [int(rows), int(columns)] if rows > 0 and columns > 0:
+                return rows, columns
+            case method, block:
+                raise UserError(f"{path}: weights quantised by {method!r} (block {block}) cannot be read; only 'fp8' "
+                                f"with a weight_block_size of rows and columns can: use the unquantised checkpoint")
 
     def _place(self, name: str) -> Place:
-        if name in self._file_of:
-            return Place(self._file_of[name], name)
+        if name in self.file_of:
+            return Place(self.file_of[name], name)
         if match := _EXPERT.fullmatch(name):
             half = _HALF.get(match["part"])
             fused = f"{match['block']}.mlp.experts.{'down_proj' if half is None else 'gate_up_proj'}"
-            if fused in self._file_of:
-                place = Place(self._file_of[fused], fused, int(match["expert"]), half)
+            if fused in self.file_of:
+                place = Place(self.file_of[fused], fused, int(match["expert"]), half)
+                shape = self._shape(place)
+                if len(shape) != 3 or half is not None and shape[1] % 2:
+                    raise UserError(f"{self.folder / place.file}: tensor {fused} has shape {shape}; expected experts × "
+                                    f"{'rows' if half is None else 'rows of gate and as many of up'} × columns")
                 if place.expert >= self._shape(place)[0]:
                     raise UserError(f"{self.folder / place.file}: tensor {fused} has {self._shape(place)[0]} experts; "
                                     f"config.json asks for more ({name})")
                 return place
         renamed = name.replace(".block_sparse_moe.", ".mlp.")  # Mixtral's router, as transformers 5 calls it
-        if renamed in self._file_of:
-            return Place(self._file_of[renamed], renamed)
+        if renamed in self.file_of:
+            return Place(self.file_of[renamed], renamed)
         raise UserError(f"{self.folder}: tensor {name} is missing; config.json asks for it, but "
                         f"{INDEX if (self.folder / INDEX).is_file() else SINGLE} does not name it")
 
     def _scaled(self, tensor: Tensor, place: Place, index: list[slice], shape: tuple[int, ...]) -> Tensor:
         """float32 of part `index` of a float8 matrix: each block times its scale."""
-        scale = f"{place.stored}_scale_inv"
-        if self._block is None or scale not in self._file_of or place.expert is not None:
+        scale = place.stored + SCALE
+        if self._block is None or scale not in self.file_of or len(shape) != 2:
             raise UserError(f"{self.folder / place.file}: tensor {place.stored} is float8 without block scales: "
-                            f"expected a tensor {scale}, and weight_block_size in config.json")
+                            f"expected a matrix, a tensor {scale}, and weight_block_size in config.json")
         blocks = tuple(-(-size // block) for size, block in zip(shape, self._block, strict=True))
         part = tuple(slice(i.start // block, -(-i.stop // block)) for i, block in zip(index, self._block, strict=True))
         scales = self.get(scale, blocks, part).float()
@@ -198,6 +224,24 @@ class SafetensorsFolder:
                 raise UserError(f"{self.folder / file} is not a readable safetensors file (truncated or damaged?): "
                                 f"{error}") from None
         return self._open[1]
+
+
+def read_json(path: Path) -> dict:
+    """A file that must hold a JSON object. Raises UserError."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: expected a JSON object, found {type(content).__name__}")
+    return content
+
+
+def common_name(name: str) -> str:
+    """One name for a tensor that Mixtral's older folders call otherwise than those of transformers 5."""
+    for old, new in _MIXTRAL.items():
+        name = name.replace(old, new)
+    return name
 
 
 def checksum(tensor: Tensor) -> str:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from pathlib import Path
 from typing import Protocol
@@ -11,9 +12,13 @@ from torch import Tensor
 
 from sao_megatron.config import RunConfig
 from sao_megatron.errors import UserError
+from sao_megatron.files import write_whole
 from sao_megatron.weights import rope
 from sao_megatron.weights.families import family_of
-from sao_megatron.weights.folder import SafetensorsFolder
+from sao_megatron.weights.folder import SafetensorsFolder, common_name, read_json
+from sao_megatron.weights.rules import EMBEDDINGS, HEAD
+
+_ROWS = 4096
 
 
 class TensorSource(Protocol):
@@ -35,26 +40,25 @@ def read_config(folder: Path) -> dict:
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise UserError(f"model folder {folder} has no config.json: give the path of an HF checkpoint folder")
-    try:
-        hf = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from None
-    return canonical(hf)
+    return canonical(read_json(path))
 
 
 def canonical(hf: dict) -> dict:
-    """See `read_config`."""
+    """See `read_config`. Raises UserError for what config.json says twice, and differently."""
     hf = dict(hf)
     hf.pop("quantization_config", None)  # how tensors are stored, not what they are: SafetensorsFolder's business
-    for name in ("num_local_experts", "n_routed_experts"):
-        if name in hf:
-            hf["num_experts"] = hf.pop(name)
-    if "num_experts" in hf and "intermediate_size" in hf:
+    if "num_local_experts" in hf and "intermediate_size" in hf:  # Mixtral, whose MLPs are all experts
         hf.setdefault("moe_intermediate_size", hf["intermediate_size"])
-    hf.setdefault("tie_word_embeddings", False)
-    if "hidden_size" in hf and "num_attention_heads" in hf:
-        hf["head_dim"] = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
-        hf["num_key_value_heads"] = hf.get("num_key_value_heads") or hf["num_attention_heads"]
+    for name in ("num_local_experts", "n_routed_experts"):
+        if name in hf and hf.setdefault("num_experts", hf[name]) != hf.pop(name):
+            raise UserError(f"config.json: {name} and num_experts differ: leave the one that is meant")
+    if hf.get("tie_word_embeddings") is None:
+        hf["tie_word_embeddings"] = False
+    heads, hidden = hf.get("num_attention_heads"), hf.get("hidden_size")
+    if hf.get("head_dim") is None and isinstance(hidden, int) and isinstance(heads, int) and 0 < heads <= hidden:
+        hf["head_dim"] = hidden // heads
+    if hf.get("num_key_value_heads") is None and "num_attention_heads" in hf:
+        hf["num_key_value_heads"] = heads
     parameters, scaling = (hf.pop(name, None) or {} for name in ("rope_parameters", "rope_scaling"))
     return hf | rope.canonical(parameters, scaling, hf)
 
@@ -73,7 +77,8 @@ def prepare_model(config: RunConfig, run_dir: Path) -> Path:
     family_of(canonical(config.model.fresh))
     folder = run_dir / "model"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config.model.fresh | {"torch_dtype": config.model.dtype}, indent=2))
+    write_whole(folder / "config.json",
+                json.dumps(config.model.fresh | {"torch_dtype": config.model.dtype}, indent=2))
     return folder
 
 
@@ -87,11 +92,45 @@ def _check_folder(folder: Path, with_mtp: bool) -> None:
     family_of(hf_config)
     tensors = SafetensorsFolder(folder)
     tensors.check()
+    check_tensors(tensors, hf_config)
     if tensors.is_quantized:
         raise UserError(f"model.path: {folder} is stored in float8, which is not trained: write it in bfloat16 first, "
                         f"with tools/convert.py hf-to-megatron and megatron-to-hf")
     if with_mtp:
         check_mtp(folder)
+
+
+def check_tensors(tensors: SafetensorsFolder, hf_config: dict) -> None:
+    """Raise UserError for a tensor that the model of config.json lacks, for one that it has no place for (left out
+    without a word, it would make another model), or for a head that it ties away."""
+    family = family_of(hf_config)
+    wanted = {common_name(name): name for name in family.names(hf_config)}
+    there = {common_name(name): name for name in tensors.names()}
+    ours = f"the {family.architecture} of config.json"
+    strange = [name for name in there.keys() - wanted.keys() if not _is_left_out(name, hf_config)]
+    for names, known, what in ((strange, there, f"{ours} has no place for"),
+                               (wanted.keys() - there.keys(), wanted, f"{ours} needs, and this folder lacks,")):
+        if names:
+            more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+            raise UserError(f"{tensors.folder}: {what} tensor {known[min(names)]}{more}: take config.json and weights "
+                            f"of one model")
+    if HEAD not in there or not hf_config["tie_word_embeddings"]:
+        return
+    shape = tensors.shape(EMBEDDINGS)
+    for row in range(0, shape[0], _ROWS):
+        rows = (slice(row, row + _ROWS),)
+        if not torch.equal(tensors.get(HEAD, shape, rows), tensors.get(EMBEDDINGS, shape, rows)):
+            raise UserError(f"{tensors.folder}: tensor {HEAD} differs from {EMBEDDINGS}, to which config.json ties it: "
+                            f"set tie_word_embeddings to false, or remove {HEAD}")
+
+
+def _is_left_out(name: str, hf_config: dict) -> bool:
+    """Tensors that folders hold beside the weights that are trained: multi-token prediction, a tied head, an indexer
+    in layers that use another's, a table that is reckoned anew (of old versions of transformers)."""
+    layers, mtp_layers = hf_config["num_hidden_layers"], hf_config.get("num_nextn_predict_layers") or 0
+    return (name.endswith(".rotary_emb.inv_freq") or name == HEAD and hf_config["tie_word_embeddings"]
+            or ".self_attn.indexer." in name and "index_topk" in hf_config
+            or is_mtp(name, layers) and not is_mtp(name, layers + mtp_layers))
 
 
 def check_mtp(folder: Path) -> None:
@@ -105,8 +144,8 @@ def check_mtp(folder: Path) -> None:
 
 def is_mtp(name: str, layers: int) -> bool:
     """Whether an HF tensor is of multi-token prediction, whose layers follow the model's `layers` own."""
-    parts = name.split(".")
-    return parts[:2] == ["model", "layers"] and int(parts[2]) >= layers
+    match = re.match(r"model\.layers\.(\d+)\.", name)
+    return match is not None and int(match[1]) >= layers
 
 
 class FreshTensors:

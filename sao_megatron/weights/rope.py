@@ -5,34 +5,39 @@ from sao_megatron.errors import UserError
 
 _FIELDS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"), "default": (),
 }
-_OPTIONAL = {"llama3": (), "yarn": ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")}
+_OPTIONAL = {"default": (), "llama3": (), "yarn": ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")}
+_BESIDE = ("rope_theta", "partial_rotary_factor")
+"""Fields that may stand within or beside the others."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Megatron-Core's RotaryEmbedding has these numbers built in."""
 
 
 def canonical(parameters: dict, scaling: dict, hf: dict) -> dict:
-    """Fields rope_theta, partial_rotary_factor (where there is one) and rope_scaling.
+    """Fields rope_theta and partial_rotary_factor, each where there is one, and rope_scaling.
 
     `parameters` and `scaling` are config.json's rope_parameters (transformers 5) and rope_scaling (before), `hf` the
-    rest of it.
+    rest of it. Raises UserError where two of them differ: which one counts depends on who reads.
     """
-    both = scaling | parameters
-    fields = {"rope_theta": both.pop("rope_theta", hf.get("rope_theta", 10000.0))}
-    partial = both.pop("partial_rotary_factor", hf.get("partial_rotary_factor"))
-    if partial is not None:
-        fields["partial_rotary_factor"] = partial
-    kind = both.pop("rope_type", None) or both.pop("type", "default")
-    both.pop("type", None)  # the older name of rope_type; some files have both
-    fields["rope_scaling"] = None if kind == "default" else {"rope_type": kind, **both}
-    return fields
+    found: dict = {}
+    for place in ({name: hf.get(name) for name in _BESIDE}, scaling, parameters):
+        if not isinstance(place, dict):
+            raise UserError(f"config.json: rope_scaling and rope_parameters are JSON objects, found {place!r}")
+        for name, value in place.items():
+            name = "rope_type" if name == "type" else name  # its older name; some files have both
+            if value is not None and found.setdefault(name, value) != value:
+                raise UserError(f"config.json: RoPE's {name} is {found[name]!r} in one place and {value!r} in another: "
+                                f"leave the one that is meant")
+    fields = {name: found.pop(name) for name in _BESIDE if name in found}
+    kind = found.pop("rope_type", "default")
+    return fields | {"rope_scaling": {"rope_type": kind, **found} if found or kind != "default" else None}
 
 
 def check(scaling: dict | None, kinds: tuple[str, ...], architecture: str) -> None:
     """Raise UserError if the scaling is not one that Megatron-Core computes as HF does."""
     kind = scaling["rope_type"] if scaling else "default"
-    if kind not in kinds:
+    if not isinstance(kind, str) or kind not in kinds:
         raise UserError(f"config.json: RoPE scaling {kind!r} is not supported for {architecture}; "
                         f"only {' and '.join(map(repr, kinds))} is")
     if not scaling:
@@ -43,6 +48,11 @@ def check(scaling: dict | None, kinds: tuple[str, ...], architecture: str) -> No
     for name in scaling.keys() - {"rope_type", *_FIELDS[kind], *_OPTIONAL[kind]}:
         raise UserError(f"config.json: RoPE scaling {kind!r} with the field {name!r} is not supported: remove it if it "
                         f"has no effect")
+    for name, value in scaling.items():
+        if name != "rope_type" and (isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0
+                                    or value == 0 and name in _FIELDS[kind]):
+            raise UserError(f"config.json: RoPE scaling {kind!r} with {name}={value!r} cannot be; expected a number "
+                            f"above 0")
     if kind == "llama3":
         for name, value in _LLAMA3.items():
             if scaling[name] != value:

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from sao_megatron.errors import UserError
-from sao_megatron.weights import rope
+from sao_megatron.weights import fields, rope
+
+EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ class Family:
     rope_types: tuple[str, ...] = ("default",)
     checks: tuple[Callable[[dict], None], ...] = ()
     """Each raises UserError for values that do not go together."""
+    has: Callable[[dict, Rule, int], bool] = lambda hf, rule, layer: True
+    """Whether a model with this HF config has the parameters of a rule in a layer."""
     _patterns: list = field(default_factory=list, compare=False)
 
     def __post_init__(self):
@@ -76,16 +80,27 @@ class Family:
                 return rule, tuple(name.format(**match.groupdict()) for name in rule.hf)
         raise KeyError(f"{self.name} has no rule for the Megatron parameter {global_name}")
 
+    def names(self, hf_config: dict) -> set[str]:
+        """Every HF tensor of the model of this config; a head only if it is not tied."""
+        found = set()
+        for rule in self.rules:
+            layers = range(hf_config["num_hidden_layers"]) if "{layer}" in rule.hf[0] else (0,)
+            experts = range(hf_config["num_experts"]) if rule.expert else (0,)
+            found |= {name.format(layer=layer, expert=expert) for layer in layers if self.has(hf_config, rule, layer)
+                      for expert in experts for name in rule.hf}
+        return found - ({HEAD} if hf_config["tie_word_embeddings"] else set())
+
     def check_config(self, hf_config: dict) -> None:
         """Raise UserError for a field of config.json that this family does not know, a value that it does not support,
         or a missing field."""
         for key, value in hf_config.items():
-            if key in self.only and value != self.only[key]:
+            if key in self.only and (value or None) != (self.only[key] or None):  # null is as good as false, 0 or []
                 raise UserError(f"config.json: {key}={value!r} is not supported for {self.architecture}; "
                                 f"only {self.only[key]!r} is")
             if key not in self.used_fields | self.harmless_fields | self.only.keys() | {"rope_scaling"}:
                 raise UserError(f"config.json: field {key!r} is not known for {self.architecture} and may change "
                                 f"the maths: remove it if it has no effect")
+        fields.check(hf_config, self.used_fields, self.architecture)
         for key in sorted(self.used_fields - hf_config.keys()):
             raise UserError(f"config.json: field {key!r} is required for {self.architecture} and missing")
         rope.check(hf_config["rope_scaling"], self.rope_types, self.architecture)

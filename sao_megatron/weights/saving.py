@@ -12,16 +12,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sao_megatron.checkpoints import sync
+from sao_megatron.errors import RunError
+from sao_megatron.files import sync
 from sao_megatron.weights.folder import CHECKSUMS, INDEX, SafetensorsFolder, checksum
 from sao_megatron.weights.hf import is_mtp, read_config
 
 MAX_BYTES = 4 * 2**30
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt",
-                   "chat_template.jinja", "generation_config.json", "tokenizer.model")
+_BESIDE = {".json", ".jinja", ".txt", ".model", ".py", ".tiktoken"}
+"""Endings of what a model's folder holds beside its weights: tokenizers of every kind, and code that config.json names.
+"""
+_OF_THE_WEIGHTS = {"config.json", CHECKSUMS, "state.json", "metadata.json"}
+"""Files that say something of the weights in their own folder: an index, and these."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,7 @@ class Entry:
 
 
 def partial_of(folder: Path) -> Path:
+    folder = folder.absolute()  # "." has no name
     return folder.with_name(folder.name + ".partial")
 
 
@@ -66,7 +72,10 @@ def write_files(stream: Iterator[tuple[str, Tensor]], partial: Path, prefix: str
 
 def _write_file(tensors: dict[str, Tensor], path: Path) -> None:
     unfinished = path.with_suffix(".tmp")
-    save_file(tensors, unfinished, metadata={"format": "pt"})
+    try:
+        save_file(tensors, unfinished, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise RunError(f"{path} cannot be written ({error}): is its disk full?") from None
     unfinished.chmod(0o644)  # safetensors lets only the owner read
     sync(unfinished)
     unfinished.rename(path)
@@ -102,10 +111,10 @@ def _mtp_tensors(model_dir: Path, dtype: torch.dtype) -> Iterator[tuple[str, Ten
 
 
 def copy_beside(model_dir: Path, target: Path, dtype: str, mtp: bool = False) -> None:
-    """Copy tokenizer and config.json, the latter as that of a model stored in `dtype`."""
-    for name in TOKENIZER_FILES:
-        if (model_dir / name).is_file():
-            shutil.copy(model_dir / name, target / name)
+    """Copy tokenizer, code and config.json, the latter as that of a model stored in `dtype`."""
+    for path in model_dir.iterdir():
+        if path.suffix in _BESIDE and path.name not in _OF_THE_WEIGHTS and not path.name.endswith(".index.json"):
+            shutil.copy(path, target / path.name)
     hf = json.loads((model_dir / "config.json").read_text())
     _write_json(target / "config.json", exported_config(hf, dtype, mtp))
 

@@ -4,21 +4,25 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import resource
 import signal
 import sys
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
 import torch.distributed as dist
 
-from sao_megatron.learner import runtime
+from sao_megatron.learner import integrity, runtime
 from sao_megatron import config as configs
 from sao_megatron.checkpoints import CheckpointFolder
+from sao_megatron.errors import UserError
 from sao_megatron.learner.checkpoint import Saver, load
 from sao_megatron.learner.trainer import Trainer
 from sao_megatron.weights import hf
 
 sys.path.insert(0, str(Path(__file__).parent))
+from convert_worker import flip_bit_of_data  # noqa: E402
 from layout_worker import gather_export  # noqa: E402
 
 SAVED, MORE = 2, 2
@@ -44,6 +48,36 @@ def train_on(trainer: Trainer, data: dict, first: int, steps: int) -> dict:
     return {"metrics": metrics, "policy": gather_export(trainer.policy_shards), "critic": critic}
 
 
+def damaged(trainer: Trainer, checkpoint) -> list[str]:
+    """What the ranks say, of which one loads the item that has a flipped bit; then the bit is as it was."""
+    path = max(checkpoint.path.glob("*.distcp"))
+    whole = path.read_bytes()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        flip_bit_of_data(path)
+    dist.barrier()
+    said: list = [None] * dist.get_world_size()
+    try:
+        integrity.check(checkpoint.path, share=dist.get_rank(), shares=dist.get_world_size())
+        mine = ""
+    except UserError as error:
+        mine = str(error)
+    dist.all_gather_object(said, mine)
+    if dist.get_rank() == 0:
+        path.write_bytes(whole)
+    dist.barrier()
+    return sorted(said)
+
+
+@contextmanager
+def full_disk():
+    """Files cannot grow beyond 1000 bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
 def main(folder: Path, cases: dict[str, dict]) -> None:
     data = pickle.loads((folder / "data.pkl").read_bytes())
     results = {}
@@ -62,6 +96,11 @@ def main(folder: Path, cases: dict[str, dict]) -> None:
             if dist.get_rank() == 1:
                 os.kill(saver._pending._writer.pid, signal.SIGKILL)
             saver.finish()
+            with full_disk() if dist.get_rank() == 1 else nullcontext():  # its writer inherits that
+                saver.save(step=SAVED + MORE, updates=SAVED + MORE)
+            saver.finish()
+            results[name]["damaged"] = damaged(trainer, checkpoints.latest())
+            results[name]["left"] = [path.name for path in checkpoints.path.iterdir()]
         results[name]["complete"] = [checkpoint.step for checkpoint in checkpoints.complete()]
         for layout, sizes in case["loaded"].items():
             trainer = trainer_of(*arguments, sizes, case["algorithm"], case["dtype"], None)

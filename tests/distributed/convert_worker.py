@@ -9,6 +9,7 @@ import contextlib
 import io
 import json
 import os
+import pickle
 import runpy
 import shutil
 import signal
@@ -30,9 +31,9 @@ def answer(*arguments: str, rank: int = 0, world: int = 1) -> dict:
     return {"code": code, "out": out.getvalue(), "err": err.getvalue()}
 
 
-def interrupted(source: Path, target: Path) -> dict:
-    """kill -9 when the fourth part is written and not yet marked, then the same command again; which of the first three
-    it did not write again."""
+def interrupted(source: Path, target: Path, again: bool = True) -> dict:
+    """kill -9 when the fourth part is written and not yet marked, then (unless not `again`) the same command again;
+    which of the first three it did not write again."""
     child = os.fork()
     if child == 0:
         write = megatron_folder.WholeModel.write
@@ -48,9 +49,20 @@ def interrupted(source: Path, target: Path) -> dict:
     before = {mark.with_suffix(".distcp").name: mark.with_suffix(".distcp").stat().st_mtime_ns
               for mark in partial.glob("part-*.done")}
     left = target.exists()
+    if not again:
+        return {"existed": left}
     result = answer("hf-to-megatron", str(source), str(target))
     return result | {"existed": left, "kept": [(target / name).stat().st_mtime_ns == when
                                                for name, when in before.items()]}
+
+
+def flip_bit_of_data(path: Path) -> None:
+    """In the middle of the largest item of a .distcp file: the rest is headers and padding."""
+    storage = pickle.loads((path.parent / ".metadata").read_bytes()).storage_data.values()
+    item = max((info for info in storage if info.relative_path == path.name), key=lambda info: info.length)
+    data = bytearray(path.read_bytes())
+    data[item.offset + item.length // 2] ^= 8
+    path.write_bytes(data)
 
 
 def main(folder: Path) -> None:
@@ -67,6 +79,7 @@ def main(folder: Path) -> None:
     run("mtp equal", "verify", "mtp", "hf-mtp")
     run("no mtp", "megatron-to-hf", "meg", "x", "--mtp", "keep")
     run("whole", "verify", "hf")
+    run("nothing to compare", "verify", "single")
     run("fused", "hf-to-megatron", "fused", "meg-fused")
     run("fused equal", "verify", "meg", "meg-fused")
     run("float8", "hf-to-megatron", "float8", "meg-float8")
@@ -87,9 +100,27 @@ def main(folder: Path) -> None:
     run("no tensors", "megatron-to-hf", "single", "x")
     found["killed"] = interrupted(folder / "single", folder / "meg-killed")
     run("killed equal", "verify", "single", "meg-killed")
+    (folder / "tied").mkdir()
+    config = json.loads((folder / "single" / "config.json").read_text())
+    (folder / "tied" / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    run("another head", "megatron-to-hf", "meg", "x3", "--model", "tied")
+    shutil.copytree(folder / "meg", folder / "no-state")
+    (folder / "no-state" / "config.json").unlink()
+    (folder / "no-state" / "state.json").write_text("{")
+    run("no state", "megatron-to-hf", "no-state", "x4")
+    shutil.copytree(folder / "single", folder / "changing")
+    found["begun"] = interrupted(folder / "changing", folder / "x5", again=False)
+    shutil.copy(folder / "altered" / "model.safetensors", folder / "changing")
+    run("changed", "hf-to-megatron", "changing", "x5")
+    (folder / "file").write_text("")
+    run("no room", "megatron-to-hf", "meg", "file/x")
     for file in (folder / "meg-killed").glob("part-00003.distcp"):
         file.write_bytes(file.read_bytes()[:1000])
     run("damaged", "verify", "single", "meg-killed")
+    shutil.copytree(folder / "meg", folder / "meg-flipped")
+    flip_bit_of_data(next((folder / "meg-flipped").glob("part-00003.distcp")))
+    run("flipped back", "megatron-to-hf", "meg-flipped", "x6")
+    run("flipped alone", "verify", "meg-flipped")
     shutil.copytree(folder / "hf", folder / "hf-flipped")
     flip = next((folder / "hf-flipped").glob("model-00002*"))
     data = bytearray(flip.read_bytes())

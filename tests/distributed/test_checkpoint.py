@@ -69,6 +69,14 @@ def test_other_expert_layout_keeps_weights_and_schedule(results):
         assert resumed[key] == pytest.approx(straight[key], rel=1e-4)
 
 
-# If this fails, a writer that was killed leaves a checkpoint that looks complete, or ends the run.
-def test_killed_writer_leaves_the_checkpoint_before(results):
+# If this fails, a flipped bit in a checkpoint becomes a weight, and nobody notices.
+def test_a_flipped_bit_is_found(results):
+    nothing, sentence = results["sao"]["damaged"]
+    assert nothing == "" and ".distcp: the data of policy" in sentence and "are damaged" in sentence
+
+
+# If this fails, a writer that was killed, or whose disk was full, leaves a checkpoint that looks complete, or files
+# that keep the disk full, or ends the run.
+def test_failed_writers_leave_the_checkpoint_before(results):
     assert results["sao"]["complete"] == [2]
+    assert results["sao"]["left"] == ["step-00000002"]

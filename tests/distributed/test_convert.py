@@ -180,7 +180,13 @@ def test_verify_says_what_differs(answers, name):
     ("no checkpoint", 2, ["empty has neither config.json nor state.json"]),
     ("no tensors", 2, ["single is no checkpoint of the learner"]),
     ("no mtp", 2, ["meg has no layers for multi-token prediction"]),
-    ("damaged", 2, ["meg-killed: the tensors model.", "damaged"]),
+    ("another head", 2, ["holds the tensor policy.output_layer.weight, for which the model of config.json has no"]),
+    ("no state", 2, ["state.json is not valid JSON"]),
+    ("changed", 2, ["x5.partial holds the beginning of another conversion (", "files was"]),
+    ("flipped back", 2, ["part-00003.distcp: the data of policy.", "are damaged"]),
+    ("flipped alone", 2, ["part-00003.distcp: the data of policy.", "are damaged"]),
+    ("no room", 1, ["file/x.partial: Not a directory"]),
+    ("damaged", 2, ["meg-killed/part-00003.distcp: the data of policy.", "damaged"]),
     ("flipped there", 2, ["model-00002-00000.safetensors: the data of tensor", "are damaged"])])
 def test_faults_are_one_sentence(answers, name, code, parts):
     """If one fails, somebody with a broken checkpoint gets a traceback, or a converted checkpoint that is wrong."""
@@ -192,6 +198,7 @@ def test_faults_are_one_sentence(answers, name, code, parts):
 def test_a_flipped_bit_is_found(answers):
     """If this fails, checksums are written but mean nothing."""
     assert answers["flipped"]["code"] == 1 and "are damaged (checksum" in answers["flipped"]["out"]
+    assert "no checksums" in answers["nothing to compare"]["out"] and "no checksums" not in answers["whole"]["out"]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

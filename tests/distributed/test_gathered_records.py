@@ -51,7 +51,9 @@ def test_metrics_recomputed_from_the_records(run, layout):
         token[name].astype(float) for name in ("ratio", "weight", "value", "return", "advantage"))
     expected = {
         "mask/dropped_low": np.sum(fate == "dropped_low") / n, "mask/dropped_high": np.sum(fate == "dropped_high") / n,
-        "mask/recovered": np.sum(fate == "recovered") / n,
+        "mask/recovered": np.sum(fate == "recovered") / n, "mask/kept": np.sum(fate == "kept") / n,
+        "mask/dropped_low_by_trajectory": np.mean([
+            np.mean(fate[token["trajectory"] == id] == "dropped_low") for id in set(token["trajectory"])]),
         "mask/effective_sample_size": weight.sum()**2 / (n * (weight**2).sum()),
         "mask/discarded_mass": 1 - ratio[fate == "kept"].sum() / n,
         "ratio/log_mean": token["log_ratio"].mean(dtype=float),
@@ -63,6 +65,44 @@ def test_metrics_recomputed_from_the_records(run, layout):
     assert 0 < expected["mask/dropped_low"] and 0 < expected["mask/dropped_high"] and 0 < expected["mask/recovered"]
     for name, number in expected.items():
         assert got[name] == pytest.approx(number, rel=1e-5, abs=1e-6), name
+
+
+def in_bucket(name: str, bucket: str, token: dict[str, np.ndarray]) -> np.ndarray:
+    """Which of the action tokens belong into `bucket` of the breakdown `name`."""
+    _, starts, owner, length = np.unique(token["trajectory"], return_index=True, return_inverse=True,
+                                         return_counts=True)
+    if name == "task":
+        return token["task"] == bucket
+    if name == "advantage":
+        return np.sign(token["advantage"]) == {"negative": -1, "zero": 0, "positive": 1}[bucket]
+    if name == "position":
+        before = np.arange(len(owner)) - starts[owner]  # a trajectory's rows are together and in order
+        return 10 * before // length[owner] == int(bucket.partition("-")[0]) // 10
+    values = length[owner] if name == "length" else token[name]
+    first, _, last = bucket.rstrip("+").partition("-")
+    return (values >= int(first)) & (values <= (2**31 if bucket.endswith("+") else int(last or first)))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["lag", "turn", "position", "length", "advantage", "task"])
+def test_breakdowns_recomputed_from_the_records(run, layout, name):
+    """If this fails, what is said of old tokens, late turns or long trajectories is of others on this layout."""
+    folder, _, _, results = run
+    token, got = actions(folder, layout), results["metrics"][layout]
+    buckets = [key.partition(" ")[2] for key in got if key.startswith(f"by_{name}/tokens ")]
+    assert len(buckets) >= (1 if name == "task" else 2) and sum(got[f"by_{name}/tokens {b}"] for b in buckets) == (
+        pytest.approx(1))
+    for bucket in buckets:
+        mine = in_bucket(name, bucket, token)
+        fate, weight, ratio = (token[column][mine] for column in ("fate", "weight", "ratio"))
+        weight = weight.astype(float)
+        expected = {
+            "tokens": mine.mean(), "dropped_low": np.mean(fate == "dropped_low"),
+            "dropped_high": np.mean(fate == "dropped_high"), "recovered": np.mean(fate == "recovered"),
+            "effective_sample_size": weight.sum()**2 / (mine.sum() * (weight**2).sum()) if weight.any() else 0.0,
+            "discarded_mass": 1 - ratio[fate == "kept"].astype(float).sum() / mine.sum()}
+        for field, number in expected.items():
+            assert got[f"by_{name}/{field} {bucket}"] == pytest.approx(number, rel=1e-5, abs=1e-6), (field, bucket)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

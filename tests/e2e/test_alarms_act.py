@@ -1,18 +1,23 @@
-"""alarms.on_alarm: a real run that an alarm pauses, or ends."""
+"""alarms.on_alarm: a real run that an alarm pauses, and one that it gives fresher samples.
+
+That one ends with `stop` is held by tests/unit/test_reporting.py (the learner) and test_launcher.py (the launcher).
+"""
 from __future__ import annotations
 
 import time
 
 from real_run import BATCH, START_SECONDS
 
-ALARMED = ["steps=8", "algorithm.critic_only_steps=0", f"batch.trajectories={BATCH}", "evaluation.episodes=0",
+from sao_megatron.trajectory.store import Store
+
+ALARMED = ["algorithm.critic_only_steps=0", f"batch.trajectories={BATCH}", "evaluation.episodes=0",
            "warmup.steps=5", "checkpoint.every=0", "alarms.effective_sample_size=0.9999999"]
-"""The fifth update with any staleness is one too many."""
+"""The fifth update in a row with any staleness is one too many."""
 
 
 # If this fails, a run that should wait for a person trains on, or never goes on again.
 def test_an_alarm_pauses_the_run_until_its_file_is_deleted(start_run):
-    run = start_run("paused", *ALARMED, "alarms.on_alarm=pause")
+    run = start_run("paused", *ALARMED, "steps=8", "alarms.on_alarm=pause")
     run.until(run.folder.paused_path.exists, "an alarm")
     run.until(lambda: "paused until" in run.out + run.err, "the terminal to say so", 60)
     steps = run.steps()
@@ -24,9 +29,17 @@ def test_an_alarm_pauses_the_run_until_its_file_is_deleted(start_run):
     assert run.steps() == 8
 
 
-# If this fails, alarms.on_alarm=stop burns a night on a run that has gone wrong.
-def test_an_alarm_ends_the_run(start_run):
-    run = start_run("stopped", *ALARMED, "alarms.on_alarm=stop")
-    assert run.wait(START_SECONDS) == 1
-    assert "stopped by an alarm at step" in run.err and "effective_sample_size" in run.err
-    assert 0 < run.steps() < 8
+# If this fails, alarms.on_alarm=slow changes a number in TensorBoard, and the engines sample as far ahead as before.
+def test_an_alarm_slows_the_run_until_its_samples_are_fresh(start_run):
+    run = start_run("slowed", *ALARMED, "steps=24", "rollout.max_lag=1", "alarms.on_alarm=slow")
+    assert run.wait(START_SECONDS) == 0, f"{run.out}\n{run.err}"
+    with Store(run.folder.store_path) as store:
+        steps = store.steps()
+    admitted = [row.metrics["pacing/max_lag"] for row in steps]
+    lags = [row.metrics["lag/max"] for row in steps]
+    assert admitted[:5] == [1] * 5 and 0 in admitted, (admitted, lags)
+    slow = admitted.index(0)
+    assert max(lags[:slow]) >= 1, lags
+    fresh = lags[slow + 2:slow + 4]  # what was admitted before is trained first; later the alarm may be over
+    assert len(fresh) == 2 and max(fresh) == 0, (admitted, lags)
+    assert "pacing admits lag 0 from now on, it was 1" in (run.folder.log_dir / "learner-0.log").read_text()

@@ -89,8 +89,8 @@ def test_scalar_in_tensorboard(events, steps, tag):
 
 
 # If this fails, a run writes a metric that docs/metrics.md does not explain.
-def test_every_metric_is_documented(steps):
-    written = {name for row in steps for name in row.metrics}
+def test_every_metric_is_documented(steps, events):
+    written = {name for row in steps for name in row.metrics} | set(events.Tags()["scalars"])
     assert {name for name in written if not metrics.known(name)} == set()
     assert {"sglang/running 0", "sglang/cache_used 0"} <= steps[-1].metrics.keys()
     assert written.isdisjoint({"learner/mfu", "engine/mfu"}), "a CPU has no peak"
@@ -98,7 +98,8 @@ def test_every_metric_is_documented(steps):
 
 # If this fails, pictures that docs/metrics.md names are missing.
 def test_images_in_tensorboard(events):
-    assert set(events.Tags()["images"]) == {"heat/lag", "heat/position", "heat/turn", "heat/seconds"}
+    assert set(events.Tags()["images"]) == {"heat/lag", "heat/position", "heat/turn", "heat/seconds",
+                                            "heat/advantage_ratio"}
 
 
 # If this fails, whoever reads metrics.jsonl sees another run.

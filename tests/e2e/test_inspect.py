@@ -1,8 +1,16 @@
 """`sao-megatron inspect` in the terminal, on a folder of synthetic records: what it prints and what it refuses."""
 from __future__ import annotations
 
+import base64
+import http.client
+import json
+import re
+import signal
 import subprocess
 import sys
+import threading
+import urllib.request
+import zlib
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -10,7 +18,9 @@ import pytest
 from synthetic_run import make_run
 
 from sao_megatron import cli
+from sao_megatron.errors import UserError
 from sao_megatron.telemetry.inspect import data
+from sao_megatron.telemetry.inspect.serve import PageServer
 
 EVERYTHING = (0, 10**6)
 
@@ -92,3 +102,37 @@ def test_foreign_records_are_refused(tmp_path, capsys):
     path.unlink()
     assert cli.main(["inspect", str(run.path)]) == 2
     assert "tokens.trajectories > 0" in capsys.readouterr().err
+
+
+# If this fails, TensorBoard's links lead to nothing, to another run's page, or strangers can read the pages.
+def test_served_pages(runs):
+    def make_page(folder, step) -> str:
+        return f"page of {data.load(folder, (0, 9)).name} {step}"
+    with PageServer(runs[0].parent, 0, make_page) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+
+        def get(path: str, host: str = "localhost:1") -> tuple[int, str]:
+            connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=20)
+            connection.request("GET", path, headers={"Host": host})
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode()
+        assert get("/first") == (200, "page of first None") and get("/second/3") == (200, "page of second 3")
+        assert 'href="/first"' in get("/")[1] and get("/first", "elsewhere.org:1")[0] == 403
+        assert get("/third")[0] == get("/..%2Ffirst")[0] == get("/first/1/2")[0] == 404
+        with pytest.raises(UserError, match="cannot be used"):
+            PageServer(runs[0].parent, server.server_address[1], make_page)
+        server.shutdown()
+
+
+# If this fails, the step that a link names has a page without its trajectories.
+def test_the_page_of_a_step(runs):
+    with subprocess.Popen([sys.executable, "-m", "sao_megatron.cli", "inspect", str(runs[0]), "--serve", "0"],
+                          stdout=subprocess.PIPE, text=True) as process:
+        address = process.stdout.readline().split()[0]
+        with urllib.request.urlopen(f"{address}/3") as answer:
+            text = answer.read().decode()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130
+    packed = zlib.decompress(base64.b64decode(re.search(r'id="data"[^>]*>([^<]+)<', text)[1]))
+    header = json.loads(packed[4:4 + int.from_bytes(packed[:4], "little")])
+    assert set(header["trajectories"]["step"]) == {3} and len(header["trajectories"]["step"]) == 8

@@ -172,7 +172,7 @@ class OneTurn:
     ({"via": "disk"}, [10, 11, 12], 4096),
     ({"mode": "retract"}, [13, 14, 15], 90),  # the turn is asked for in pieces
 ], ids=str)
-def test_modes_and_disk(stand, change, prompt, request_tokens, tmp_path):
+def test_partial_turns_go_on_in_every_mode(stand, change, prompt, request_tokens, tmp_path):
     from transformers import AutoModelForCausalLM
     stand.do(save=str(tmp_path / "old"))
     old_version = stand.version

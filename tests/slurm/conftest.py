@@ -1,4 +1,4 @@
-"""One cluster for all tests here: five nodes, each with two GPUs that nobody opens."""
+"""One cluster for all tests here: five nodes, which say that they have eight GPUs each, which nobody opens."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -9,11 +9,11 @@ from cluster import Cluster, missing
 from job import Job
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def cluster(tmp_path_factory) -> Iterator[Cluster]:
     if reason := missing():
         pytest.skip(reason)
-    with Cluster(tmp_path_factory.mktemp("cluster"), nodes=5, gpus=2) as cluster:
+    with Cluster(tmp_path_factory.mktemp("cluster"), nodes=5, gpus=8) as cluster:
         yield cluster
 
 

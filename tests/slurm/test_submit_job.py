@@ -1,31 +1,22 @@
-"""`sao-megatron submit` before a real Slurm: what it refuses, what it queues, and twins of the recipes that run.
+"""`sao-megatron submit` before a real Slurm: what it refuses, what it queues, and a recipe's twin that runs to its end.
 
-The cluster's nodes say that they have eight GPUs each, which nobody opens: the twins run on its CPUs.
+The cluster's nodes say that they have eight GPUs each, which nobody opens: the twin runs on its CPUs.
 """
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, missing
+from job import Job
 
 from sao_megatron import cli
+from sao_megatron.learner import memory
+from sao_megatron.weights.hf import read_config
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
 MATH = CONFIGS / "qwen3-30b-a3b-math.yaml"
-RUN_SECONDS = 240.0
-"""For a twin: start-up, one or two steps, checkpoint, export."""
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    if reason := missing():
-        pytest.skip(reason)
-    with Cluster(tmp_path_factory.mktemp("slurm"), nodes=4, gpus=8) as cluster:
-        yield cluster
 
 
 @pytest.fixture
@@ -60,7 +51,7 @@ def test_dry_run_asks_slurm(submit, cluster, tmp_path):
     ("cluster.gpus_per_node=16 parallel.ranks=32 parallel.ep=32 engine.count=8",
      ["cluster.gpus_per_node=16", "partition learners have 8 GPUs"]),
     ("cluster.learner_partition=h100", ["partition 'h100'", "engines, learners"]),
-    ("cluster.spare_nodes=1", ["needs 5 nodes of partition learners", "which has 4"]),
+    ("cluster.spare_nodes=2", ["needs 6 nodes of partition learners", "which has 5"]),
     ("cluster.sbatch_args=[--nodelist=node9]", ["Slurm refuses the job", "node"]),
 ])
 def test_what_the_cluster_does_not_have(submit, overrides, parts):
@@ -76,19 +67,47 @@ def twin_of(name: str, folder: Path) -> Path:
     return path
 
 
-# If one fails, a recipe's kind of parallelism cannot train on a cluster: its layout over nodes, its algorithm, or the
-# way from `submit` to the exported checkpoint.
-@pytest.mark.parametrize("name", ["qwen3-30b-a3b-math"])
-def test_a_twin_trains(submit, cluster, tmp_path, name, capsys):
-    code, out, error = submit(twin_of(name, tmp_path), "name=twin")
+# If this fails, a kind of parallelism cannot train on a cluster, the roles of a job over two partitions are misplaced,
+# or the way from `submit` over a bad node and the time limit to the exported checkpoint, and to its conversion, ends
+# before its end.
+def test_a_twin_trains(submit, job: Job, tmp_path, capsys):
+    job.cluster.power_off("node2")
+    job.cluster.power_on("node2", hidden=tmp_path)  # where it sees no run's folder
+    job.cluster.wait_idle()
+    code, out, error = submit(
+        twin_of("qwen3-30b-a3b-math", tmp_path), f"runs_dir={tmp_path}", "name=run", "steps=7",
+        "cluster.learner_partition=learners", "cluster.rollout_partition=engines", "cluster.sbatch_args=[--gres=gpu:2]")
     assert code == 0, error
-    job = out.split("queued as job ")[1].split(";")[0]
-    deadline = time.monotonic() + RUN_SECONDS
-    while (state := cluster.state(job)) in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"):
-        assert time.monotonic() < deadline, (tmp_path / f"runs/twin.slurm-{job}.out").read_text()
-        time.sleep(1)
-    assert state == "COMPLETED", (tmp_path / f"runs/twin.slurm-{job}.out").read_text()
-    assert (tmp_path / "runs/twin/hf/config.json").is_file()
-    assert cli.main(["status", "runs/twin"]) == 0
+    job.id = out.split("queued as job ")[1].split(";")[0]
+    job.out_path = tmp_path / f"run.slurm-{job.id}.out"
+    job.until(job.steps, "the first step")
+    assert "node2 failed the preflight" in job.events("requeue")[0].why  # and its place is taken by another
+    for role in ("sao_megatron.cli learner", "sao_megatron.engine.cpu"):  # steps overlap: each sees the node's GPUs
+        assert job.find(role).environ()["CUDA_VISIBLE_DEVICES"] == "0,1"
+    places = {name: (job.log_dir / f"{name}.log").read_text().splitlines()[0].partition(":")[0]
+              for name in ("learner-0", "learner-1", "learner-2", "learner-3", "engine-0", "controller")}
+    assert places == {"learner-0": "node1", "learner-1": "node1", "learner-2": "node3", "learner-3": "node3",
+                      "engine-0": "node4", "controller": "node1"}
+    assert job.run.engine_urls()[0].startswith("http://127.0.0.14:")
+
+    job.cluster.run("scancel", "--batch", "--signal=USR1", job.id)  # what Slurm does before the time limit
+    job.until(lambda: len(job.events("requeue")) == 2, "the end before the time limit")
+    saved = job.run.checkpoints.latest().step
+    job.until(lambda: len(job.events("start")) == 3, "the job to start again")
+    assert job.events("start")[2].step == saved == job.steps() < 8
+
+    job.until(lambda: job.events("end"), "the export and the launcher's end")
+    job.check_store()
+    assert job.steps() == 8
+    size = sum(path.stat().st_size for path in job.run.checkpoints.latest().path.rglob("*"))
+    config = job.run.config()
+    assert size == pytest.approx(memory.checkpoint(config, read_config(job.run.export_path)) * memory.GIB, rel=0.1)
+    assert cli.main(["status", str(job.run.path)]) == 0
     shown = capsys.readouterr().out
-    assert "step       2 of 2" in shown and "restarts   none" in shown, shown
+    assert "step       8 of 8" in shown and "time limit, with a checkpoint" in shown, shown
+
+    job.cluster.restore()
+    converted = job.run.path / "converted"
+    job.submit_script("convert.sbatch", "--nodes=2", "--ntasks-per-node=1", "--mem=0", arguments=[
+        "hf-to-megatron", str(job.run.export_path), str(converted)])
+    job.until((converted / "state.json").exists, "the conversion of the export")

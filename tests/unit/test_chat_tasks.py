@@ -12,8 +12,9 @@ from sao_megatron import launcher
 from sao_megatron.config import LimitsSection
 from sao_megatron.errors import UserError
 from sao_megatron.rollout.episode import EpisodeSettings, run_episode
+from sao_megatron.rollout.half_done import Diary
 from sao_megatron.rollout.tasks import load_task
-from sao_megatron.rollout.tasks.bfcl import _data, _solutions
+from sao_megatron.rollout.tasks.bfcl import MORE_TOOLS, _data, _solutions
 from sao_megatron.rollout.tasks.chat_task import fenced_code
 from sao_megatron.rollout.tasks.math_python import last_boxed
 from sao_megatron.run_folder import RunFolder
@@ -86,10 +87,12 @@ def test_maths_with_calls(folder, questions):
 
 # If this fails, models whose template knows no tools cannot run code, or their answer is not found.
 def test_maths_with_blocks(folder, questions):
-    options = {"prompts": questions, "tools": "blocks"}
+    examples = [{"role": "user", "content": "What is 1/1?"}, {"role": "assistant", "content": "An example: \\boxed{1}"}]
+    options = {"prompts": questions, "tools": "blocks", "examples": examples}
     context, steps = talk("math_python", options, folder, "I compute it:\n```python\nprint('seven')\n1/0\n```",
                           lambda prompt: f"\\boxed{{{prompt.data[1]}}}")
-    assert "```output\nseven\nTraceback" in context and "ZeroDivisionError" in context and "<tools>" not in context
+    assert context.index("An example") < context.index("/2?") < context.index("```output\nseven\nTraceback")
+    assert "ZeroDivisionError" in context and "<tools>" not in context
     assert steps[1].done and steps[1].info == {"solved": True, "calls": 1, "answered": True}
 
 
@@ -140,45 +143,112 @@ def test_coding(folder):
     assert "A test failed" in context and "AssertionError" in context
 
 
-# If one fails, code that fails, does not end, ends the interpreter, or is none is rewarded.
+ALWAYS_EQUAL = """
+class Both(int):
+    def __eq__(self, other): return True
+    def __bool__(self): return True
+    def __reduce__(self): return (eval, ("setattr(__import__('builtins'), 'bool', 1)",))
+def has_close_elements(n, threshold): return Both()
+"""
+DECEIVING = [ALWAYS_EQUAL, """
+import builtins, inspect, os, sys
+for place in (builtins, sys.modules["__main__"]):
+    place.check = lambda candidate: None
+for frame in inspect.stack():
+    frame.frame.f_globals.update(check=lambda candidate: None, Candidate=lambda *words: None)
+for descriptor in range(3, 128):
+    try: os.write(descriptor, b"+" * 9)
+    except OSError: pass
+def has_close_elements(n, threshold): return True
+"""]
+"""Make the tests pass where they run in the code's interpreter."""
+
+
+# If one fails, code that fails, does not end, ends the interpreter, deceives its tests, or is none is rewarded.
 @pytest.mark.parametrize("code", ["def has_close_elements(n, threshold): return True", "import os; os._exit(0)",
                                   "def (", "raise SystemExit",
                                   "def has_close_elements(n, threshold): raise SystemExit(0)",
-                                  "def has_close_elements(n, threshold):\n    import os; os._exit(0)"])
+                                  "def has_close_elements(n, threshold):\n    import os; os._exit(0)",
+                                  *DECEIVING])
 def test_coding_failures(folder, code):
     _, [step] = talk("coding", {}, folder, f"```python\n{code}\n```", prompt=first)
     assert (step.reward, step.done, step.info["solved"]) == (0.0, True, False)
 
 
+PLANTED = """
+open("colorsys.py", "w").write('''
+import sys
+sys.modules["__main__"].Candidate.__call__ = lambda *words: 4
+''')
+def double(x): return 5
+"""
+
+
+def exercise(folder, rows, entry, test, code):
+    rows.write_text(json.dumps({"prompt": f"def {entry}(x):\n", "test": test, "entry_point": entry}) + "\n")
+    return talk("coding", {"prompts": str(rows)}, folder, f"```python\n{code}\n```")[1][0]
+
+
+# If this fails, code can leave a module for its tests to import.
+def test_coding_tests_import_nothing_of_the_code(folder, tmp_path):
+    test = "def check(f):\n    import colorsys\n    assert f(2) == 4"
+    for code, reward in (("def double(x): return 2 * x", 1), (PLANTED, 0)):
+        assert exercise(folder, tmp_path / "rows.jsonl", "double", test, code).reward == reward
+
+
+# If this fails, tests that cannot judge are trained on as wrong answers.
+def test_coding_tests_that_do_not_fit(folder, tmp_path):
+    test = "def check(f): assert f(lambda: 1) == 1"
+    with pytest.raises(RuntimeError, match="its tests call apply with what is no plain data"):
+        exercise(folder, tmp_path / "rows.jsonl", "apply", test, "def apply(f): return f()")
+
+
+def rows_of_files(category):
+    rows = [json.loads(line) for line in _data(f"BFCL_v4_multi_turn_{category}.json").read_text().splitlines()]
+    return [row for row in rows if row["involved_classes"] == ["GorillaFileSystem"]]
+
+
 def dialogue(task):
-    """The first with two requests of one class only."""
-    row = next(row for row in (task.source.rows[number] for number in range(200))
-               if row["involved_classes"] == ["GorillaFileSystem"])
-    return task._prompt(row)
+    """The first over files only."""
+    return task._prompt(rows_of_files(task.category)[0])
 
 
-def solved_requests():
+def solved_requests(category):
     """For each request of that dialogue the turns that solve it."""
-    rows = [json.loads(line) for line in _data("BFCL_v4_multi_turn_base.json").read_text().splitlines()]
-    row = next(row for row in rows if row["involved_classes"] == ["GorillaFileSystem"])
-    return [[_as_call(text) for text in request] for request in _solutions("base")[row["id"]]]
+    return [[_as_call(text) for text in request] for request in _solutions(category)[rows_of_files(category)[0]["id"]]]
 
 
 def _as_call(text):
     """A solution's call, which is Python, as the model's format has it."""
     import ast
     node = ast.parse(text, mode="eval").body
-    assert not node.args
+    assert not node.args, text
     return call(node.func.id, **{key.arg: ast.literal_eval(key.value) for key in node.keywords})
 
 
-# If this fails, the leaderboard's own solution is not rewarded, or requests and answers do not reach the model.
-def test_bfcl_solution(folder):
-    turns = [turn for request in solved_requests() for turn in [*request, "It is done."]]
-    context, steps = talk("bfcl", {}, folder, *turns, prompt=dialogue, module=BFCL)
+# If one fails, the leaderboard's own solution is not rewarded, requests and answers do not reach the model, or it can
+# call functions before they are offered.
+@pytest.mark.parametrize("category", ["base", "miss_func"])
+def test_bfcl_solution(folder, category):
+    turns = [turn for request in solved_requests(category) for turn in [*request, "It is done."]]
+    context, steps = talk("bfcl", {"category": category}, folder, *turns, prompt=dialogue, module=BFCL)
     assert steps[-1].done and steps[-1].reward == 1.0 and steps[-1].info["solved"]
     assert [step.done for step in steps[:-1]] == [False] * (len(steps) - 1)
     assert "<tool_response>" in context and '"name": "grep"' in context
+    [missing] = rows_of_files(category)[0].get("missed_function", {"": []}).values()
+    prompt, _ = talk("bfcl", {"category": category}, folder, prompt=dialogue, module=BFCL)
+    for name in missing:
+        assert f'"name": "{name}"' in context and f'"name": "{name}"' not in prompt
+    assert (MORE_TOOLS in context) == (category == "miss_func") == any(step.context for step in steps)
+
+
+# If this fails, saying that it is done is enough where a call for an earlier request has brought the answer already.
+def test_bfcl_needs_a_call(folder):
+    row = next(row for row in rows_of_files("base") if row["id"] == "multi_turn_base_6")
+    make, write, read = ([_as_call(text) for text in request] for request in _solutions("base")[row["id"]][:3])
+    turns = [*make, "Done.", *write, *read, "Done.", "I have read it already."]
+    _, steps = talk("bfcl", {}, folder, *turns, prompt=lambda task: task._prompt(row), module=BFCL)
+    assert steps[-1].done and steps[-1].reward == 0 and steps[-1].info["requests_right"] == 2
 
 
 # If this fails, a request that was not fulfilled goes unnoticed, or code in a call is evaluated outside of the sandbox.
@@ -200,6 +270,8 @@ def test_bfcl_of_some_services_with_another_template(tmp_path):
     rows = [task.prompt(index).data for index in range(30)]
     assert {service for row in rows for service in row["involved_classes"]} == {"MathAPI", "GorillaFileSystem"}
     assert len({row["id"] for row in rows}) == 13 + 12 - 3
+    chat = task.environment(task.prompt(0)).chat
+    assert "grep(file_name: string, pattern: string) Search" in task.template.decode(chat.prompt())
     with pytest.raises(UserError, match="chat_template nowhere.jinja does not exist"):
         load_task("bfcl", {"chat_template": "nowhere.jinja"}, plain)
 
@@ -224,6 +296,7 @@ def test_text_game(folder):
     ("textarena", {"game": "NoGame-v0"}, "NoGame-v0.*cannot be played"),
     ("math_python", {"prompts": "nowhere.jsonl"}, "nowhere.jsonl do not exist"),
     ("math_python", {"prompts": "x", "tools": "shell"}, "expected calls or blocks"),
+    ("math_python", {"prompts": "x", "examples": ["1 is 1"]}, "a message is '1 is 1'"),
     ("bfcl", {"category": "memory"}, "expected one of base"), ("coding", {"tries": 0}, "tries=0")])
 def test_refused(folder, name, options, match):
     with pytest.raises(UserError, match=match):
@@ -240,7 +313,7 @@ def test_no_calls_without_a_format(tmp_path, questions):
 
 
 # If this fails, an episode that is cut off or played to its end leaves its session behind, or its trajectory is not
-# what was sampled and shown.
+# what was sampled and shown; or a controller that starts again does not go on where the episode was.
 @pytest.mark.parametrize("turns, status", [(8, Status.COMPLETED), (1, Status.TRUNCATED)])
 def test_episode_with_code(folder, questions, turns, status):
     async def play():
@@ -254,8 +327,12 @@ def test_episode_with_code(folder, questions, turns, status):
                 return task.template.encode(text) + task.stop_token_ids[:1]
             settings = EpisodeSettings(**vars(SETTINGS) | {"limits": LimitsSection(turns=turns), "max_tokens": 4000,
                                                            "max_new_tokens": 100})
-            played = await run_episode(FakeEngine(answers), task, prompt, settings, 0)
-            assert sandbox.open_sessions == 0
+            diary, engine = Diary([], [], 0), FakeEngine(answers)
+            played = await run_episode(FakeEngine(answers), task, prompt, settings, 0, diary)
+            kept = [turn for _, _, turn in diary._pending[:1]]
+            again = await run_episode(engine, task, prompt, settings, 0, Diary(kept, [], 0))
+            assert again.tokens.tolist() == played.tokens.tolist() and len(engine.requests) == played.info["turns"] - 1
+            assert sandbox.open_sessions == 0 and task.replayable
             return played, decode(played.tokens)
     played, text = asyncio.run(play())
     assert (played.status, played.info["solved"]) == (status, status is Status.COMPLETED)
@@ -269,7 +346,7 @@ LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_si
 
 
 # If one fails, a recipe of ours is refused: its task, its prompts, its sandbox.
-@pytest.mark.parametrize("recipe", ["math-python-smollm2-cpu", "bfcl-smollm2-cpu"])
+@pytest.mark.parametrize("recipe", ["math-python-smollm2-cpu", "bfcl-smollm2-cpu", "agent-arithmetic-cpu"])
 def test_recipes_can_start(tmp_path, monkeypatch, recipe):
     from transformers import LlamaConfig, LlamaForCausalLM
     model = chat_folder.save(tmp_path / "model", "forgetful")

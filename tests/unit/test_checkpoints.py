@@ -12,6 +12,7 @@ from sao_megatron import config as run_config
 from sao_megatron import launcher
 from sao_megatron.checkpoints import CheckpointFolder, check_same_run, keeps_optimizer
 from sao_megatron.errors import RunError, UserError
+from sao_megatron.files import write_whole
 from sao_megatron.run_folder import RunFolder
 from sao_megatron.trajectory.store import Store
 from sao_megatron.trajectory.types import TrajectoryBuilder
@@ -51,6 +52,17 @@ def test_the_newest_stay(folder):
     for step in (2, 4, 10, 100):
         save(folder, step)
     assert [checkpoint.step for checkpoint in folder.complete()] == [10, 100]
+
+
+# If this fails, what a failed save has written fills the disk until the learner starts again, or the next save of the
+# same step fails.
+def test_a_failed_save_leaves_nothing(folder):
+    save(folder, 10)
+    for _ in range(2):
+        partial = folder.begin(20, 0)
+        (partial / "__0_0.distcp").write_text("half")
+        folder.discard(partial)
+    assert [child.name for child in folder.path.iterdir()] == ["step-00000010"]
 
 
 # If this fails, a learner that went back cannot save a step that its predecessor had saved.
@@ -164,6 +176,21 @@ def test_refused_resume(run, override, message):
     with pytest.raises(UserError, match=message):
         launcher.resume(run.path, [override])
     assert run.config_path.read_text() == before
+
+
+# If this fails, kill -9 while a run is started again costs its config, and with it the run.
+def test_killed_at_every_point_of_writing_a_file(tmp_path):
+    path, found = tmp_path / "config.yaml", []
+    write_whole(path, "before")
+    total = count_calls(lambda: write_whole(path, "before"))
+    for call in range(1, total, 2):
+        if (child := os.fork()) == 0:
+            count_calls(lambda: write_whole(path, "after"), call)  # noqa: B023
+            os._exit(0)
+        os.waitpid(child, 0)
+        found.append(path.read_text())
+        path.write_text("before")
+    assert set(found) == {"before", "after"} and found == sorted(found, reverse=True)
 
 
 # If this fails, a run that is done starts everything to do nothing, or its exported weights are in danger.

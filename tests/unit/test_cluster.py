@@ -33,6 +33,7 @@ def test_placement(arguments, expected):
     ({"engines": 3}, ["3 × 4 = 12", "2 × 8 = 16"]),
     ({"engines": 4, "tp": 6, "rollout_nodes": 3}, ["engine.tp=6", "cluster.gpus_per_node=8"]),
     ({"ranks": 2, "engines": 1, "tp": 1, "gpus_per_node": 0}, ["cluster.rollout_nodes=2", "engine.count=1"]),
+    ({"engines": 600, "tp": 1, "rollout_nodes": 75}, ["engine.count=600", "1200 ports", "1024"]),
 ])
 def test_what_does_not_fill_the_nodes(arguments, parts):
     with pytest.raises(UserError) as caught:

@@ -72,6 +72,12 @@ def test_layout_that_fits(recipe):
     assert config.parallel.dp == 2
 
 
+# If this fails, a rank that hangs is never named: the collectives of the others end before the watchdog looks.
+def test_the_watchdog_comes_before_the_collectives_give_up(recipe):
+    assert run_config.load(recipe).collective_timeout > 1800
+    assert run_config.load(recipe, ["engine.start_timeout=3600", "hang_timeout=0"]).collective_timeout >= 3600
+
+
 # If this fails, an override is lost, or read as text where YAML means a number, a list or a mapping.
 def test_overrides(recipe):
     config = run_config.load(recipe, ["steps=7", "algorithm.eps_high=3.0", "task.options={turns: 5}",
@@ -91,6 +97,14 @@ def test_times_are_texts(recipe):
     assert run_config.load(recipe).cluster.time == "2:30:00"
 
 
+# If this fails, 1e-6 in model.fresh or in a task's options is a text, or a name like it becomes a number on resume.
+def test_numbers_without_a_point(recipe, tmp_path):
+    config = run_config.load(recipe, ["task.options.rate=1e-6", "task.options.other=-2E+3", 'name="1e5"'])
+    assert config.task.options["rate"] == 1e-6 and config.task.options["other"] == -2000.0
+    run_config.save(config, tmp_path / "saved.yaml")
+    assert run_config.load(tmp_path / "saved.yaml") == config and config.name == "1e5"
+
+
 # If one fails, a mistyped override is taken for something else.
 @pytest.mark.parametrize(("override", "part"), [
     ("steps", "'steps' is not of the form key.subkey=value"),
@@ -102,9 +116,11 @@ def test_malformed_overrides(recipe, override, part):
     assert part in refusal(recipe, override)
 
 
-# If one fails, a recipe file that is none gives a traceback.
+# If one fails, a recipe file that is none gives a traceback, or half of a section that is given twice is lost.
 @pytest.mark.parametrize(("text", "part"), [("- a\n- b\n", "mapping of sections, got list"), ("a: [", "not valid YAML"),
-                                            ("", "mapping of sections, got NoneType")])
+                                            ("", "mapping of sections, got NoneType"),
+                                            ("sandbox: {seconds: 30}\nsandbox: {servers: 2}\n",
+                                             "the key 'sandbox' is given twice")])
 def test_files_that_are_no_recipe(tmp_path, text, part):
     path = tmp_path / "broken.yaml"
     path.write_text(text)

@@ -125,6 +125,21 @@ def test_unknown_field_is_refused(model):
     ("GLM-5.2", dict(mlp_layer_types=["sparse"] * 78), "mlp_layer_types is not supported"),
     ("GLM-5.2", dict(indexer_types=["full"] * 78), "indexer_types is not supported"),
     ("GLM-5.2", dict(layer_types=["full_attention"] * 78), "layer_types is not supported"),
+    ("Llama-3.1-8B", dict(num_hidden_layers=None), "num_hidden_layers=None cannot be .* an integer of at least 1"),
+    ("Llama-3.1-8B", dict(hidden_size="4096"), "hidden_size='4096' cannot be"),
+    ("Llama-3.1-8B", dict(rms_norm_eps=0), "rms_norm_eps=0 cannot be .* a number above 0"),
+    ("Llama-3.1-8B", dict(tie_word_embeddings="false"), "tie_word_embeddings='false' cannot be .* true or false"),
+    ("Llama-3.1-8B", dict(num_attention_heads=30), "num_attention_heads=30 is not a multiple of num_key_value_heads=8"),
+    ("Llama-3.1-8B", dict(head_dim=127), "head_dim=127 is odd"),
+    ("Llama-3.1-8B", dict(rope_scaling=LLAMA3 | dict(factor="8")), "factor='8' cannot be"),
+    ("Qwen3-8B", dict(rope_scaling=YARN, rope_parameters=dict(rope_type="default")), "rope_type is 'yarn' in one"),
+    ("Qwen3-8B", dict(rope_parameters=dict(rope_theta=5.0)), "rope_theta is 1000000 in one place and 5.0 in another"),
+    ("Qwen3-8B", dict(rope_scaling=dict(factor=4.0)), "'default' with the field 'factor' is not supported"),
+    ("Qwen3-8B", dict(rope_scaling="yarn"), "are JSON objects, found 'yarn'"),
+    ("Qwen3-30B-A3B", dict(n_routed_experts=8), "n_routed_experts and num_experts differ"),
+    ("Qwen3-30B-A3B", dict(num_experts_per_tok=200), "num_experts_per_tok=200 is more than num_experts=128"),
+    ("GLM-4.5-Air", dict(n_group=None), "n_group=None cannot be"),
+    ("GLM-5.2", dict(index_topk_freq=0), "index_topk_freq=0 cannot be"),
     ("Qwen3-8B", dict(architectures=["Qwen3NextForCausalLM"]), "gated delta-net"),
     ("Qwen3-8B", dict(architectures=["GptOssForCausalLM"]), "attention sinks"),
 ])
@@ -136,9 +151,43 @@ def test_what_changes_the_maths_is_refused(model, change, message):
 
 @pytest.mark.parametrize("model", PUBLISHED)
 def test_missing_field_is_refused(model):
-    """If this fails, a size is guessed."""
-    with pytest.raises(UserError, match="'rms_norm_eps' is required for"):
-        family_of(hf.canonical({k: v for k, v in PUBLISHED[model].items() if k != "rms_norm_eps"}))
+    """If this fails, a size is guessed, or a base of RoPE (readers' defaults differ)."""
+    for name in {"rms_norm_eps", "rope_theta", "moe_intermediate_size"} & PUBLISHED[model].keys():
+        with pytest.raises(UserError, match=f"'{name}' is required for"):
+            family_of(hf.canonical({k: v for k, v in PUBLISHED[model].items() if k != name}))
+
+
+def test_null_says_no_more_than_false():
+    """If this fails, a config that a tool wrote with nulls is refused."""
+    config = hf.canonical(PUBLISHED["Qwen3-30B-A3B"] | dict(mlp_only_layers=None, attention_bias=None, rope_scaling={},
+                                                            use_sliding_window=None, tie_word_embeddings=None))
+    assert family_of(config).name == "Qwen3-MoE"
+
+
+@pytest.mark.parametrize(("model", "name", "held"), [
+    ("Qwen3-30B-A3B", "model.layers.47.mlp.experts.127.up_proj.weight", True),
+    ("Qwen3-30B-A3B", "model.layers.48.mlp.experts.0.up_proj.weight", False),
+    ("Qwen3-30B-A3B", "model.layers.0.mlp.experts.128.up_proj.weight", False),
+    ("Qwen3-30B-A3B", "model.layers.0.mlp.shared_expert.up_proj.weight", False),
+    ("Mixtral-8x7B", "model.layers.0.block_sparse_moe.experts.7.w2.weight", True),
+    ("Qwen2.5-7B", "model.layers.0.self_attn.q_proj.bias", True),
+    ("Llama-3.1-8B", "model.layers.0.self_attn.q_proj.bias", False),
+    ("GLM-4.5-Air", "model.layers.0.self_attn.k_proj.bias", True),
+    ("GLM-4.5-Air", "model.layers.0.self_attn.k_norm.weight", False),  # use_qk_norm is false
+    ("GLM-4.5-Air", "model.layers.0.mlp.up_proj.weight", True),  # the first is dense
+    ("GLM-4.5-Air", "model.layers.1.mlp.up_proj.weight", False),
+    ("GLM-4.5-Air", "model.layers.0.mlp.gate.weight", False),
+    ("GLM-4.5-Air", "model.layers.0.post_attention_layernorm.weight", True),
+    ("GLM-4.5-Air", "model.layers.9.mlp.shared_experts.up_proj.weight", True),
+    ("SmolLM2-135M", "lm_head.weight", False), ("Qwen3-8B", "lm_head.weight", True),
+    ("GLM-5.2", "model.layers.3.self_attn.indexer.wk.weight", False),  # it shares another's
+    ("GLM-4.5-Air", "model.layers.9.mlp.gate.e_score_correction_bias", True),
+    ("DeepSeek-V3", "model.layers.61.eh_proj.weight", False),  # multi-token prediction
+    ("GLM-5.2", "model.layers.0.self_attn.indexer.wk.weight", True)])
+def test_tensors_that_a_model_holds(model, name, held):
+    """If one fails, weights that belong to a model are refused, or those that it has no place for are ignored."""
+    config = hf.canonical(PUBLISHED[model])
+    assert (name in family_of(config).names(config)) == held
 
 
 @pytest.mark.parametrize(("model", "parallel", "message"), [

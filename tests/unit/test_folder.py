@@ -69,7 +69,7 @@ def test_no_checkpoint_at_all(tmp_path):
     assert "holds no model.safetensors" in refused(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["{", "\xff\xfe", '{"weight_map": []}', "[]"])
+@pytest.mark.parametrize("text", ["{", "\xff\xfe", '{"weight_map": []}', "[]", '{"weight_map": {"a": 1}}'])
 def test_damaged_index(folder, text):
     (folder / "model.safetensors.index.json").write_bytes(text.encode("latin1"))
     assert "model.safetensors.index.json" in refused(folder)
@@ -111,6 +111,19 @@ def test_tensor_that_the_index_names_is_not_in_the_file(folder):
     assert "model-2.safetensors" in message and "tensor a is missing" in message
 
 
+def test_tensor_in_two_files(folder):
+    """Which of the two an engine serves depends on the order in which it reads."""
+    save_file({"a": torch.ones(2, 3), "c": torch.ones(3), "ids": torch.arange(3)}, folder / "model-2.safetensors")
+    message = refused(folder)
+    assert "model-2.safetensors: tensor a lies in model-1.safetensors too" in message
+
+
+def test_two_models_in_one_folder(folder):
+    """Transformers takes the single file, SGLang the index."""
+    save_file({"a": torch.ones(2, 3)}, folder / "model.safetensors")
+    assert "holds model.safetensors and an index of other files" in refused(folder)
+
+
 def test_tensor_that_the_model_needs_is_nowhere(folder):
     message = refused(folder, "d", (1,))
     assert "tensor d is missing" in message and "index.json does not name it" in message
@@ -143,9 +156,13 @@ def test_flipped_bit_in_the_data(tmp_path):
         SafetensorsFolder(target).verify_checksum("b")
 
 
-def test_unknown_quantisation(folder):
-    (folder / "config.json").write_text('{"quantization_config": {"quant_method": "awq"}}')
-    assert "'awq'" in refused(folder)
+@pytest.mark.parametrize(("quantization", "part"), [
+    ({"quant_method": "awq"}, "'awq'"), ("fp8", "cannot be read"), ({"quant_method": "fp8"}, "(block None)"),
+    ({"quant_method": "fp8", "weight_block_size": [128]}, "(block [128])"),
+    ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "(block [0, 128])")])
+def test_unknown_quantisation(folder, quantization, part):
+    (folder / "config.json").write_text(json.dumps({"quantization_config": quantization}))
+    assert part in refused(folder)
 
 
 # If it fails, checkpoints of one file, which have no index, cannot be read.
@@ -194,6 +211,27 @@ def test_float8_blocks(tmp_path):
                        source.get("w.weight", (300, 260))[:, 65:195])
     assert source.names() == ["lone.weight", "w.weight"]
     assert "lone.weight is float8 without block scales" in refused(tmp_path, "lone.weight", (300, 260))
+
+
+@pytest.mark.parametrize(("weight", "scale", "part"), [
+    (torch.ones(300, 260).to(torch.float8_e4m3fn), torch.ones(2, 3), "w_scale_inv has shape (2, 3)"),
+    (torch.ones(300, 260).to(torch.float8_e4m3fn), torch.ones(()), "w_scale_inv has shape ()"),
+    (torch.ones(300, 260).to(torch.float8_e4m3fn), torch.ones(3, 3).int(), "w_scale_inv has type I32"),
+    (torch.ones(300).to(torch.float8_e4m3fn), torch.ones(3), "expected a matrix"),
+    (torch.ones(300, 260).bfloat16(), torch.ones(3, 3), "type BF16 and yet block scales")])
+def test_scales_that_do_not_fit(tmp_path, weight, scale, part):
+    """If one fails, weights are multiplied by the wrong scales, or not by those that they need."""
+    save_file({"w": weight, "w_scale_inv": scale}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}))
+    assert part in refused(tmp_path, "w", tuple(weight.shape))
+
+
+@pytest.mark.parametrize("shape", [(8,), (8, 4), (2, 7, 4)])
+def test_fused_experts_of_another_shape(tmp_path, shape):
+    """If this fails, half of an odd number of rows is taken for a projection."""
+    save_file({"model.layers.0.mlp.experts.gate_up_proj": torch.ones(shape)}, tmp_path / "model.safetensors")
+    assert "rows of gate and as many of up" in refused(tmp_path, expert(0, 0, "up_proj"), (3, 4))
 
 
 def full_shapes(rule) -> list[tuple[int, ...]]:
@@ -255,15 +293,30 @@ def model(tmp_path) -> Path:
     """A model folder of which all that is known before anything starts is in order."""
     folder = tmp_path / "model"
     folder.mkdir()
-    save_file({"model.norm.weight": torch.ones(16)}, folder / "model-1.safetensors")
-    index(folder, {"model.norm.weight": "model-1.safetensors"})
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    store(folder, "model.layers.0.self_attn.rotary_emb.inv_freq")  # reckoned anew, by everybody
     return folder
 
 
+def store(folder: Path, name: str, **config) -> None:
+    """All tensors of the model and one of this name, in a file with an index, and a config.json."""
+    tensors = {name: torch.ones(32, 16) for name in FAMILIES["Qwen3MoeForCausalLM"].names(CONFIG)}
+    tensors[name] = torch.zeros(32, 16)
+    save_file(tensors, folder / "model-1.safetensors")
+    index(folder, dict.fromkeys(tensors, "model-1.safetensors"))
+    (folder / "config.json").write_text(json.dumps(CONFIG | config))
+
+
 @pytest.mark.parametrize("damage, parts", [
-    (lambda folder: (folder / "model-1.safetensors").unlink(), ("model-1.safetensors", "model.norm.weight")),
+    (lambda folder: (folder / "model-1.safetensors").unlink(), ("model-1.safetensors", "for tensor model.")),
     (lambda folder: index(folder, {"x": "model-1.safetensors"}), ("model-1.safetensors", "tensor x is missing")),
+    (lambda folder: store(folder, "model.layers.0.self_attn.q_proj.bias"), ("no place for tensor", "q_proj.bias")),
+    (lambda folder: store(folder, "model.layers.2.input_layernorm.weight"), ("no place for tensor", "layers.2.")),
+    (lambda folder: store(folder, expert(0, 4, "up_proj")), ("no place for tensor", "experts.4.")),
+    (lambda folder: store(folder, "lm_head.weight", tie_word_embeddings=True), ("lm_head.weight differs from",)),
+    (lambda folder: store(folder, "x", num_hidden_layers=3), ("no place for tensor x",)),
+    (lambda folder: store(folder, "lm_head.weight", num_hidden_layers=3), ("lacks, tensor model.layers.2.", "more")),
+    (lambda folder: (folder / "config.json").write_text("[]"), ("config.json", "expected a JSON object")),
+    (lambda folder: (folder / "config.json").write_bytes(b"\xe9"), ("config.json is not valid JSON",)),
     (lambda folder: (folder / ".metadata").write_text(""), ("a checkpoint of the learner", "megatron-to-hf")),
     (lambda folder: (folder / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": {
         "quant_method": "fp8", "weight_block_size": [128, 128]}})), ("float8", "tools/convert.py"))])

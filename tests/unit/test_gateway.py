@@ -39,7 +39,7 @@ class Engine:
 
     def __init__(self, task, *lines):
         self.template, self.lines, self.requests, self.answers = task.template, list(lines), [], []
-        self.waiting, self.holding = 0, asyncio.Event()
+        self.waiting, self.holding, self.holds_again = 0, asyncio.Event(), False
         self.holding.set()
 
     async def generate(self, input_ids, *, max_new_tokens, temperature, stop_token_ids):
@@ -48,6 +48,8 @@ class Engine:
             await self.holding.wait()
         finally:
             self.waiting -= 1
+        if self.holds_again:
+            self.holding.clear()
         line = self.lines.pop(0)
         if isinstance(line, Exception):
             raise line
@@ -133,6 +135,61 @@ def test_streaming(folders):
         return Step(reward=0.5, info={"solved": False, "note": "streamed"})
     trajectory, _ = play(folders["chatml"], agent, "I add " + CALL, "done")
     assert (trajectory.reward, trajectory.info["note"]) == (0.5, "streamed")
+
+
+# If this fails, a client that streams sees nothing until its turn ends, or other words than were sampled; or its chat
+# does not go on from them.
+@pytest.mark.parametrize("stop", [None, "END"])
+def test_words_are_streamed_as_they_are_sampled(folders, stop):
+    said = "\u00e4 word \u2042 " * 20
+
+    async def agent(client):
+        engine, words = client.engine, []
+        engine.holds_again = True  # one piece at a time
+        async for chunk in await ask(client, [USER], stream=True, stop=stop):
+            words += [choice.delta.content for choice in chunk.choices if choice.delta.content]
+            assert len(engine.answers) <= len(words) + 1  # a piece that ends in half a character adds none
+            engine.holding.set()
+        engine.holds_again = False
+        assert "".join(words) == said and len(words) > 3
+        engine.holding.set()
+        await ask(client, [USER, {"role": "assistant", "content": said}, USER])
+        return 1
+    trajectory, engine = play(folders["chatml"], agent, said + (stop or ""), "fine", seconds=20)
+    assert trajectory.status is Status.COMPLETED, trajectory.info
+    assert len(trajectory.segments) == (2 if stop else 1)
+    assert engine.template.decode(trajectory.tokens.tolist()).count(said.strip()) == (2 if stop else 1)
+
+
+# If this fails, a turn that its client has left in the middle of a stream is trained on, or an engine that fails in the
+# middle of one is taken for the end of the turn.
+def test_streams_that_break_off(folders):
+    async def leaves(client):
+        client.engine.holds_again = True
+        async for _ in (stream := await ask(client, [USER], stream=True)):
+            await stream.close()
+            break
+        while client.engine.waiting:
+            await asyncio.sleep(0.01)
+        client.engine.holds_again = False
+        client.engine.holding.set()
+        client.engine.lines[:] = ["fine"]
+        await ask(client, [USER])
+        return 1
+    trajectory, engine = play(folders["chatml"], leaves, "word " * 40)
+    assert trajectory.info["turns"] == 1 and trajectory.tokens.tolist() == engine.requests[-1] + engine.answers[-1]
+
+    ended = []
+
+    async def meets_a_failure(client):
+        client.engine.holds_again = True
+        async for _ in await ask(client, [USER], stream=True):
+            client.engine.lines[:] = [EngineGone("it died")]
+            client.engine.holding.set()
+        ended.append(True)
+        return 1
+    trajectory, _ = play(folders["chatml"], meets_a_failure, "word " * 40)
+    assert trajectory.status is Status.ERROR and "it died" in trajectory.info["error"] and not ended
 
 
 # If this fails, an edited or repeated history goes on from tokens that the client did not mean, or the outcome sits on

@@ -24,7 +24,7 @@ LEVELS = [
     {"run_folder"},
     {"checkpoints"},
     {"config", "device", "child", "blame", "heartbeat"},
-    {"errors"},
+    {"errors", "files"},
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 OUTSIDE = {"launch", "tools", "slurm", "tests"}

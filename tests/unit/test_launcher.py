@@ -221,6 +221,22 @@ def test_watch_stops_when_a_process_dies(config, tmp_path, name, code, how, desc
     assert not alive(descendants())
 
 
+STOP = """
+import sys
+from sao_megatron.trajectory.store import STOPPED, Store
+Store(sys.argv[1]).set_state(STOPPED, "mask_share = 0.4")
+raise SystemExit("stopped by an alarm at step 4")
+"""
+
+
+# If this fails, a run that an alarm ended is started again, to be ended by the same alarm.
+def test_an_alarm_that_ends_a_run_is_no_failure_to_recover_from(config, tmp_path, descendants):
+    config.restarts = 3
+    with pytest.raises(RunError, match="exit code 1: stopped by an alarm at step 4"):
+        watch(config, tmp_path, STOP, SLEEP)
+    assert (tmp_path / "logs" / "learner-0.log").read_text().count("stopped by an alarm") == 1
+
+
 # If this fails, in-place updates leave episodes on keys and values of ever older weights, or label tokens wrongly.
 def test_in_place_engines_keep_no_cache_and_do_not_overlap(config, tmp_path):
     config.publication.mode = "in_place"
@@ -329,7 +345,7 @@ def test_refused_before_anything_starts(tmp_path, override, message):
          "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 8, "num_experts_per_tok": 2,
          "moe_intermediate_size": 32, "head_dim": 16, "intermediate_size": 64, "norm_topk_prob": True,
          "rms_norm_eps": 1e-6, "hidden_act": "silu", "decoder_sparse_step": 1, "mlp_only_layers": [],
-         "attention_bias": False, "max_position_embeddings": 512})
+         "attention_bias": False, "max_position_embeddings": 512, "rope_theta": 1e4})
     recipe = tmp_path / "recipe.yaml"
     model = "{}" if override.startswith("model.path") else f'{{"fresh": {fresh}}}'
     recipe.write_text(f"{{name: refused, runs_dir: {tmp_path}, task: {{name: guess_number}}, model: {model}, "

@@ -23,4 +23,6 @@ def test_every_statistic_is_documented():
     assert all(metrics.known(name) for name in written), [name for name in written if not metrics.known(name)]
     assert f"by_task/dropped {TASKS[0]}" in written and "critic/explained_variance" in written
     assert not metrics.known("by_lag/dropped 7") and not metrics.known("by_colour/dropped red")
+    assert metrics.known("evaluation/guess_number/pass@16") and metrics.known("alarm/mask_share")
+    assert not metrics.known("evaluation/guess_number/pass@") and not metrics.known("alarm/mask share")
     assert Statistics().metrics() == {}

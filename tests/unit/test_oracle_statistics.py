@@ -67,7 +67,10 @@ def test_property_statistics_equal_brute_force(seed, n, cuts, recover):
                                                                                                   fresh.max()):
             assert exact <= got[name] <= exact * 10 ** (1 / 20) * 1.001, "the upper edge of its bin"
     expected = {
-        "mask/dropped_by_trajectory": sum(dropped / all_tokens.length) / sum(1 / all_tokens.length),
+        "mask/dropped_by_trajectory": np.average(dropped, weights=1 / all_tokens.length),
+        "mask/dropped_low_by_trajectory": np.average(fate == Fate.DROPPED_LOW, weights=1 / all_tokens.length),
+        "mask/dropped_high_by_trajectory": np.average(fate == Fate.DROPPED_HIGH, weights=1 / all_tokens.length),
+        "mask/kept": np.mean(fate == Fate.KEPT),
         "mask/dropped_low": np.mean(fate == Fate.DROPPED_LOW), "mask/dropped_high": np.mean(fate == Fate.DROPPED_HIGH),
         "mask/recovered": np.mean(fate == Fate.RECOVERED),
         "mask/dropped": np.mean(dropped),

@@ -6,13 +6,21 @@ import re
 from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore
 
 from sao_megatron import config as run_config
 from sao_megatron.blame import first_task
-from sao_megatron.errors import RunError, UserError
+from sao_megatron.errors import RunError, Unfinished, UserError
 from sao_megatron.launcher import _refuse_a_crash_loop
 from sao_megatron.placement.allocation import Allocation, Node
-from sao_megatron.placement.preflight import judge_facts, judge_pairs, judge_reduce, rounds
+from sao_megatron.placement.preflight import (
+    Preflight,
+    exchange_name,
+    judge_facts,
+    judge_pairs,
+    judge_reduce,
+    rounds,
+)
 from sao_megatron.placement.slurm import SlurmPlacement, assign
 from sao_megatron.run_folder import RunFolder
 from sao_megatron.telemetry.events import Events
@@ -61,9 +69,23 @@ def test_too_few_nodes(tmp_path, count, bad, message):
         assign(config.cluster, [nodes(*range(1, count + 1))], dict.fromkeys(bad, "broken"))
 
 
+# If one fails, a single bad node among many ends the night, or a fault of all nodes sends the job round for ever.
+@pytest.mark.parametrize(("bad", "by_script", "error"), [
+    (["n3"], True, Unfinished), (["n1"], True, Unfinished), (["n3", "n4"], True, UserError),
+    (["n3"], False, UserError)])
+def test_a_bad_node_without_a_spare(tmp_path, monkeypatch, bad, by_script, error):
+    unwanted = tmp_path / "unwanted"
+    if by_script:
+        monkeypatch.setenv("SAO_EXCLUDE", str(unwanted))
+    with pytest.raises(error, match=f"{bad[0]}.* failed the preflight: broken"):
+        place(tmp_path, [nodes(1, 2, 3, 4)]).leave_out(dict.fromkeys(bad, "broken"))
+    assert not unwanted.exists() if error is UserError else unwanted.read_text().split() == bad
+
+
 # If this fails, ranks do not find each other, or two engines share GPUs or ports.
 def test_steps_of_a_job_with_gpus(tmp_path):
-    network = {"interface": "ib0", "environment": {"NCCL_IB_HCA": "mlx5"}}
+    network = {"interface": "ib0", "environment": {
+        "NCCL_IB_HCA": "mlx5", "CUDA_DEVICE_MAX_CONNECTIONS": "8"}}
     plan = place(tmp_path, [nodes(1, 2, 3, 4)], cluster=network).plan()
     (learner,) = plan.learners
     assert {"--nodes=2", "--ntasks=16", "--ntasks-per-node=8", "--nodelist=n1,n2", "--overlap", "--cpu-bind=none",
@@ -71,6 +93,9 @@ def test_steps_of_a_job_with_gpus(tmp_path):
     assert f"--output={tmp_path}/run/logs/77/learner-%t.log" in learner.command and len(learner.parts) == 16
     assert learner.environment["MASTER_ADDR"] == plan.address == "10.0.0.1"
     assert learner.environment["NCCL_SOCKET_IFNAME"] == "ib0" and learner.environment["NCCL_IB_HCA"] == "mlx5"
+    assert learner.environment["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert learner.environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"  # the recipe's goes before ours
+    assert not any("PYTORCH_ALLOC_CONF" in engine.environment for engine in plan.engines)
     where = [" ".join(word for word in spec.command if word.startswith(("--nodelist=", "CUDA_VISIBLE_DEVICES=")))
              for spec in plan.engines]
     assert where == [f"--nodelist={node} CUDA_VISIBLE_DEVICES={gpus}" for node in ("n3", "n4")
@@ -78,6 +103,16 @@ def test_steps_of_a_job_with_gpus(tmp_path):
     assert [url.rpartition(":")[0] for url in plan.urls] == ["http://10.0.0.3"] * 2 + ["http://10.0.0.4"] * 2
     assert len(set(plan.urls)) == 4
     assert "--nodelist=n1" in plan.controller.command
+
+
+# If this fails, engines of a large job take the ports of other engines, or of the sandbox servers beside them.
+def test_ports_of_many_engines(tmp_path):
+    large = {"cluster": {"rollout_nodes": 32}, "engine": {"count": 128, "tp": 2}, "sandbox": {"servers": 32}}
+    plan = place(tmp_path, [nodes(*range(1, 35))], **large).plan()
+    ports = [int(url.rpartition(":")[2]) for url in plan.urls]
+    sandboxes = {int(url.rpartition(":")[2]) for url in plan.sandbox_urls}
+    assert len(set(ports)) == 128 and not sandboxes & {*ports, *(port + 128 for port in ports)}
+    assert all(10000 <= port < 32768 for port in [*ports, *sandboxes])
 
 
 # If this fails, an engine that is larger than a node starts as one that is not.
@@ -97,7 +132,8 @@ def test_steps_of_a_heterogeneous_job(tmp_path):
     assert all("--het-group=1" in engine.command for engine in plan.engines)
 
 
-# If one fails, the roles of a recipe with a container run outside it, or with an interpreter that it does not have.
+# If one fails, the roles of a recipe with a container run outside it, with an interpreter that it does not have, or
+# with another version of this package than the launcher.
 @pytest.mark.parametrize(("container", "expected"), [
     ({"runtime": "pyxis", "image": "/i.sqsh", "mounts": ["/data:/data"]},
      "--container-image=/i.sqsh --container-workdir={cwd} --container-mounts=/data:/data python3 -m "),
@@ -108,6 +144,7 @@ def test_containers(tmp_path, container, expected):
     for spec in [*plan.learners, plan.controller, *plan.engines]:
         assert expected.format(cwd=Path.cwd()) + "sao_megatron.placement.task" in " ".join(spec.command)
         assert spec.command[spec.command.index("--") + 1] == "python3"
+        assert spec.environment["PYTHONPATH"] == str(Path(__file__).parents[2])
 
 
 # If this fails, the exchanges of many nodes wait for each other, or a pair is never tried.
@@ -157,6 +194,22 @@ def test_judge_pairs(failed, bad):
     pairs = [("a", "x"), ("a", "y"), ("b", "x"), ("b", "y"), ("a", "b")]
     found = judge_pairs({pair: "timeout" if pair in failed else None for pair in pairs}, head="a")
     assert sorted(found) == sorted(bad)
+
+
+# If this fails, good nodes are left out that had to wait, for a node which hangs or since the job is large.
+def test_an_exchange_that_was_never_tried_is_nobodys_fault(tmp_path):
+    check = Preflight(nodes(1, 2), nodes(3, 4), [], gpus=0, seconds=60.0, folder=tmp_path)
+    store = HashStore()
+    for number, pair, begun, answered in [(0, ("n1", "n3"), ("n1", "n3"), ()), (1, ("n1", "n4"), ("n4",), ()),
+                                          (0, ("n2", "n4"), ("n2", "n4"), ("n2", "n4"))]:
+        for name in begun:
+            store.set(f"{exchange_name(number, pair)}/{name}", "")
+        for name in answered:
+            store.set(f"pair/{number}/{name}", '{"gb_s": 1.5}')
+    found = check._exchanges(store, {"n1", "n2", "n3", "n4"})
+    assert found == {("n1", "n3"): "no answer in time", ("n2", "n4"): None}
+    assert check.untried == ["n1 with n4", "n2 with n3", "n1 with n2"]
+    assert list(judge_pairs(found, head="n1")) == ["n3"]
 
 
 # If this fails, the nodes that waited for a silent one are blamed with it.

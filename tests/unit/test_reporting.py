@@ -38,7 +38,7 @@ def play(reporter: Reporter, first: int, steps: list[dict]) -> list[float]:
     for step, metrics in enumerate(steps, first):
         metrics = metrics | reporter.pacing()
         reporter.store.mark_trained(step, step + 1, [], metrics, "learner")
-        reporter.step(step, metrics, Statistics(), [])
+        reporter.step(step, 0, metrics, Statistics(), [])
         pacing.append(metrics["pacing/max_lag"])
     return pacing
 
@@ -57,6 +57,7 @@ def test_slow_survives_a_restart(tmp_path, folder):
         assert again.alarms.raised == {"mask_share"} and store.get_state(MAX_LAG) == 1
         assert store.get_state(ALARMS)[0][0] == 4, "an alarm of a step that is kept"
         assert play(again, 7, steps[7:]) == in_one[7:]
+        again.close()
         assert [step for step, _ in store.get_state(ALARMS)] == [4], "it does not ring again"
         store.rewind(3)
         assert Reporter(settings, folder, store, 3).alarms.raised == set() and store.get_state(ALARMS) == []

@@ -46,6 +46,23 @@ def test_a_prompt_that_always_fails_is_quarantined(tmp_path):
     assert store.counts()["trained"] == 180
 
 
+# If this fails, a controller that starts again ends, since an engine that did so too has no weights yet.
+def test_an_engine_without_weights_is_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(pools, "LOOK_SECONDS", 0.01)
+
+    class Late(FakeEngine):
+        looks = 0
+
+        async def generate(self, input_ids, **sampling):
+            assert self.looks > 5
+            return await super().generate(input_ids, **sampling)
+
+        async def model_version(self):
+            self.looks += 1
+            return self.version if self.looks > 5 else None
+    assert train(tmp_path / "store.db", GuessNumber(), Late(binary_search)).counts()["trained"] == 72
+
+
 # If this fails, a request that kills engines takes the whole run with it, although others are well.
 def test_a_deadly_prompt_costs_its_own_episodes(tmp_path, monkeypatch):
     monkeypatch.setattr(pools, "LOOK_SECONDS", 0.001)

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -13,10 +14,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sao_megatron.errors import UserError
+from sao_megatron.errors import RunError, UserError
 from sao_megatron.weights.folder import SafetensorsFolder
 from sao_megatron.weights.hf import check_mtp
 from sao_megatron.weights.saving import Entry, finish, partial_of, write_files
+
+BESIDE = {"tokenizer.json", "tiktoken.model", "tokenization_kimi.py", "chat_template.jinja", "merges.txt"}
 
 
 @pytest.fixture
@@ -25,7 +28,10 @@ def model_dir(tmp_path) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"torch_dtype": "float8_e4m3fn", "quantization_config": {}, "x": 1,
                                                     "num_nextn_predict_layers": 1}))
-    (folder / "tokenizer.json").write_text("{}")
+    for name in BESIDE:
+        (folder / name).write_text("{}")
+    for name in ("model.safetensors.index.json", "state.json", "metadata.json", "pytorch_model.bin", "README.md"):
+        (folder / name).write_text("not to be copied")
     return folder
 
 
@@ -54,7 +60,9 @@ def test_folder_is_complete(tmp_path, model_dir):
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {
         "torch_dtype": "bfloat16", "x": 1, "num_nextn_predict_layers": 0}
     assert json.loads((tmp_path / "out/model.safetensors.index.json").read_text())["metadata"] == {"total_size": 10240}
-    assert (tmp_path / "out" / "tokenizer.json").is_file() and not partial_of(tmp_path / "out").exists()
+    assert {path.name for path in (tmp_path / "out").iterdir() if path.suffix != ".safetensors"} == BESIDE | {
+        "config.json", "checksums.json", "model.safetensors.index.json"}
+    assert not partial_of(tmp_path / "out").exists()
 
 
 def test_multi_token_prediction_is_kept_as_it_came(tmp_path, model_dir):
@@ -63,6 +71,7 @@ def test_multi_token_prediction_is_kept_as_it_came(tmp_path, model_dir):
     del config["quantization_config"]
     (model_dir / "config.json").write_text(json.dumps(config))
     mtp = {"model.layers.2.eh_proj.weight": torch.randn(4, 8), "model.layers.2.enorm.weight": torch.randn(4)}
+    (model_dir / "model.safetensors.index.json").unlink()
     save_file(mtp | {"model.layers.1.mlp.gate.weight": torch.ones(4)}, model_dir / "model.safetensors")
     folder = tmp_path / "out"
     partial_of(folder).mkdir()
@@ -76,6 +85,21 @@ def test_multi_token_prediction_is_kept_as_it_came(tmp_path, model_dir):
     with pytest.raises(UserError, match=r"has no layers for multi-token prediction \(model.layers.3 …\)"):
         (model_dir / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
         check_mtp(model_dir)
+
+
+@pytest.mark.parametrize("room", [100, 1500])
+def test_a_full_disk_is_named(tmp_path, room):
+    """If this fails, an export that does not fit on the disk ends in a traceback of the library's."""
+    partial = partial_of(tmp_path / "out")
+    partial.mkdir()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        with pytest.raises(RunError, match="model-00000.safetensors cannot be written .* is its disk full"):
+            write_files(tensors(), partial, "model", max_bytes=3000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(partial.glob("*.safetensors"))
 
 
 def count_calls(run, kill_at: int | None = None) -> int:

@@ -162,6 +162,10 @@ def test_journal_fits_the_file_system(tmp_path, monkeypatch):
     mounts = [SimpleNamespace(mountpoint="/", fstype="ext4"), SimpleNamespace(mountpoint=str(tmp_path), fstype="nfs4")]
     monkeypatch.setattr(psutil, "disk_partitions", lambda all: mounts)
     assert journal_mode(Path("/store.db")) == "WAL"
+    mounts.append(SimpleNamespace(mountpoint="/", fstype="lustre"))  # over the other
+    assert journal_mode(Path("/store.db")) == "TRUNCATE"
+    with pytest.raises(RunError, match="keeps the journal memory, .* only WAL is safe"):
+        Store(":memory:", journal="WAL")  # the one kind of store that takes neither
     for _ in range(2):  # also one that a local file system has left in the other mode
         with Store(tmp_path / "store.db") as store:
             store.append(make(), 0)

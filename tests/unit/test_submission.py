@@ -46,6 +46,9 @@ def test_every_recipe_passes_a_dry_run(name, capsys, tmp_path):
 # If one fails, a recipe's comments promise a variant that does not fit, or say of one that fits that it does not.
 @pytest.mark.parametrize(("name", "overrides", "fits"), [
     ("qwen3-30b-a3b-math", "parallel.recompute=none", False),
+    ("qwen3-30b-a3b-math", "cluster.learner_nodes=4 parallel.ranks=32 parallel.ep=32 cluster.gpu_memory_gb=47", True),
+    ("qwen3-30b-a3b-math", "rollout.max_tokens=65536 batch.tokens_per_micro_batch=65536 cluster.gpu_memory_gb=75",
+     True),
     ("glm-4.5-air-math", "algorithm.preset=sao", False),
     ("glm-4.5-air-math", "algorithm.preset=sao cluster.gpu_memory_gb=139", True),
     ("glm-4.5-air-math", "algorithm.preset=sao cluster.learner_nodes=8 parallel.ranks=64 parallel.ep=64", True),
@@ -77,6 +80,13 @@ def test_variants_that_recipes_name(name, overrides, fits, capsys):
 def test_what_is_refused(overrides, parts, capsys):
     message = refusal(capsys, MATH, *overrides.split())
     assert all(part in message for part in parts)
+
+
+# If this fails, a run that fills the disk with its checkpoints is queued without a word.
+def test_the_disk_that_checkpoints_take(capsys):
+    assert dry_run(MATH) == 0
+    # 14 bytes of each parameter of policy and critic, but 2 of the critic's frozen attention.
+    assert "checkpoints: 782 GiB each, 2,346 while one is written beside checkpoint.keep=2" in capsys.readouterr().out
 
 
 # If this fails, a job without its checkpoint, or without a cluster, seems to be queued.

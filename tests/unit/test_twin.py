@@ -37,6 +37,13 @@ def test_one_copy_of_the_experts_stays_one():
     assert tool.shrunk_layout(ParallelSection(ranks=64, tp=4, cp=4, pp=2, ep=8))["ep"] == 2
 
 
+# If this fails, the engine of a twin with sparse attention computes another attention than its learner, or none at all.
+def test_sparse_attention_is_served_as_the_dense_one_that_it_equals():
+    sparse, other = (tool.twin(ROOT / f"configs/{name}.yaml") for name in ("glm-5-coding", "glm-4.5-air-math"))
+    assert sparse.model.fresh["index_topk"] >= sparse.rollout.max_tokens
+    assert "Glm4MoeLiteForCausalLM" in sparse.engine.extra_args[1] and not other.engine.extra_args
+
+
 # If this fails, the tool writes what `submit` refuses.
 @pytest.mark.parametrize("name", NAMES)
 def test_a_twin_passes_a_dry_run(name, tmp_path, monkeypatch):

@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import save_file
 
 from sao_megatron.weights.folder import INDEX, SafetensorsFolder
-from sao_megatron.weights.untied import EMBEDDINGS, HEAD, needs_head, untie
+from sao_megatron.weights.rules import EMBEDDINGS, HEAD
+from sao_megatron.weights.untied import needs_head, untie
 
 CONFIG = {"architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 4, "num_attention_heads": 2, "vocab_size": 8,
           "tie_word_embeddings": True}
@@ -38,6 +39,16 @@ def test_the_head_is_the_embeddings(tmp_path, files):
     assert sorted(folder.names()) == sorted([*tensors, HEAD])
     assert torch.equal(folder.get(HEAD, (8, 4)), tensors[EMBEDDINGS])
     assert torch.equal(folder.get(EMBEDDINGS, (8, 4)), tensors[EMBEDDINGS])
+
+
+# If this fails, a tied model whose folder has the head too gets a second one, and is refused.
+def test_a_head_that_is_there_is_taken(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    save_file({EMBEDDINGS: torch.ones(8, 4), HEAD: torch.ones(8, 4)}, source / "model.safetensors")
+    (source / "config.json").write_text(json.dumps(CONFIG))
+    SafetensorsFolder(untie(source, tmp_path / "untied")).check()
+    assert not (tmp_path / "untied" / "head.safetensors").exists()
 
 
 # If this fails, a model whose head SGLang ties by itself is copied for nothing.

@@ -2,12 +2,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 from tensorboard.plugin_util import markdown_to_safe_html
 
 from sao_megatron.telemetry.records import Recorded, Words
-from sao_megatron.telemetry.worst import CONTEXT, MOST, Worst
+from sao_megatron.telemetry.worst import CONTEXT, MOST, PORT, Worst
 from sao_megatron.trajectory.types import TrajectoryBuilder
 
 
@@ -33,7 +35,7 @@ def shown(worst: Worst) -> str:
 
 # If this fails, TensorBoard shows tokens without their fates, or tokens of the text as its own mark-up.
 def test_what_tensorboard_keeps():
-    worst = Worst(Letters("none"), page="https://host/first.html")
+    worst = Worst(Letters("none"), Path("runs/first"), page="https://host/first.html")
     one = record([1, 2, 67, 3, 4], ["dropped_low", "dropped_high", "recovered", "kept", "kept"])
     worst.add(7, [one])
     html = shown(worst)
@@ -46,11 +48,31 @@ def test_what_tensorboard_keeps():
 
 # If this fails, what is shown is not the worst, or a trajectory of 100,000 tokens fills the page.
 def test_the_worst_of_the_last_steps_in_excerpts():
-    worst = Worst(Letters("none"))
+    worst = Worst(Letters("none"), Path("runs/my first"))
     for step in range(2 * MOST):
         dropped = ["dropped_low"] * (step + 1) + ["kept"] * 50_000
         worst.add(step, [record([67] * len(dropped), dropped), record([67], ["kept"])])
     html = shown(worst)
     assert re.findall(r"step (\d+):", html) == [str(step) for step in range(2 * MOST - 1, MOST - 1, -1)]
-    assert f"[{50_000 - CONTEXT} tokens]" in html and len(html) < 20_000 and "href" not in html
+    assert f"[{50_000 - CONTEXT} tokens]" in html and len(html) < 40_000
     assert worst.take() is None, "each text is about new steps"
+
+
+# If this fails, links of TensorBoard's lead nowhere unless a recipe says where, or to a page without the trajectory.
+def test_links_lead_to_the_page_of_the_step():
+    worst = Worst(Letters("none"), Path("runs/my first"))
+    one = record([67], ["dropped_low"])
+    worst.add(12, [one])
+    html = shown(worst)
+    assert html.count(f'href="http://localhost:{PORT}/my%20first/12#{one.trajectory.id}"') == 2
+    assert "sao-megatron inspect runs/my first --serve" in html and f"port {PORT}" in html
+
+
+# If this fails, the strings that are said to be dropped most are not those of the fair sample.
+def test_most_dropped_tokens():
+    worst = Worst(Letters("none"), Path("runs/first"))
+    for chosen, times in (("sample", 2), ("worst", 5)):
+        low, high = ["dropped_low"] * 3 + ["kept"], ["dropped_high", "kept", "kept", "kept"]
+        for fates in [low, high] * times:
+            worst.add(0, [replace(record([67, 67, 68, 1], fates), chosen=chosen)])
+    assert "sample: <strong>'C'</strong> 6 of 8 (▼4 ▲2), <strong>'D'</strong> 2 of 4 (▼2 ▲0)</p>" in shown(worst)

@@ -37,7 +37,8 @@ def recipe(**section):
     return configs.parse(dict(name="t", model=dict(path="m"), task=dict(name="random"), writers=section), "test")
 
 
-# If this fails, a run that went on from a checkpoint has steps twice, or out of order.
+# If this fails, a run that went on from a checkpoint has steps twice, or out of order; or it never goes on, for a line
+# that a crash cut off.
 def test_json_lines_go_on(tmp_path):
     path = tmp_path / "metrics.jsonl"
     for first, last in ((0, 4), (2, 5)):
@@ -47,6 +48,8 @@ def test_json_lines_go_on(tmp_path):
             if step == 2:
                 writer.alarm(step, "reward_drop = 0.6: it fell")
         writer.close()
+        with path.open("a") as file:
+            file.write('{"step": 5, "rew' * (first == 0))
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(line["step"], line["reward/mean"]) for line in lines] == [(0, 0), (1, 1), (2, 2.5), (3, 3.5), (4, 4.5)]
     assert [line["alarms"] for line in lines] == [[], [], [], ["reward_drop = 0.6: it fell"], []]

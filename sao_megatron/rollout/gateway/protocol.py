@@ -96,7 +96,7 @@ class Reply:
     prompt_tokens: int
     completion_tokens: int
 
-    def _usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, int]:
         return {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens,
                 "total_tokens": self.prompt_tokens + self.completion_tokens}
 
@@ -108,17 +108,43 @@ class Reply:
 
     def body(self, model: str) -> dict[str, Any]:
         choice = {"index": 0, "message": self._message(), "logprobs": None, "finish_reason": self.finish}
-        return _envelope("chat.completion", model) | {"choices": [choice], "usage": self._usage()}
+        return _envelope("chat.completion", model) | {"choices": [choice], "usage": self.usage()}
 
-    def chunks(self, model: str, include_usage: bool) -> Iterator[dict[str, Any]]:
-        """The same as a stream. The turn is sampled whole before its first chunk, so that what is sent is final."""
-        message, envelope = self._message(), _envelope("chat.completion.chunk", model)
-        calls = [{"index": index} | call for index, call in enumerate(message.get("tool_calls", []))]
-        deltas = [{"role": "assistant", "content": message["content"] or ""}] + [{"tool_calls": [c]} for c in calls]
-        for delta, finish in [*((delta, None) for delta in deltas), ({}, self.finish)]:
-            yield envelope | {"choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}]}
+    def rest(self, sent: int) -> Iterator[dict[str, Any]]:
+        """Deltas of a stream that has sent the first `sent` characters of the content."""
+        message = self._message()
+        if words := (message["content"] or "")[sent:]:
+            yield {"content": words}
+        for index, call in enumerate(message.get("tool_calls", [])):
+            yield {"tool_calls": [{"index": index} | call]}
+
+
+class Chunks:
+    """A reply as the chunks of a stream: its words while they are sampled, then what is left of it."""
+
+    def __init__(self, model: str):
+        self._envelope = _envelope("chat.completion.chunk", model)
+        self._role = {"role": "assistant"}
+        """For the first chunk."""
+        self._sent = 0
+
+    def words(self, text: str) -> Iterator[dict[str, Any]]:
+        """What was not sent yet of `text`, all of the turn's words so far."""
+        if len(text) > self._sent:
+            yield self._chunk({"content": text[self._sent:]})
+            self._sent = len(text)
+
+    def end(self, reply: Reply, include_usage: bool) -> Iterator[dict[str, Any]]:
+        for delta in reply.rest(self._sent):
+            yield self._chunk(delta)
+        yield self._chunk({}, reply.finish)
         if include_usage:
-            yield envelope | {"choices": [], "usage": self._usage()}
+            yield self._envelope | {"choices": [], "usage": reply.usage()}
+
+    def _chunk(self, delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
+        choice = {"index": 0, "delta": self._role | delta, "logprobs": None, "finish_reason": finish}
+        self._role = {}
+        return self._envelope | {"choices": [choice]}
 
 
 def _sent(call: dict[str, Any]) -> dict[str, Any]:

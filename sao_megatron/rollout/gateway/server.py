@@ -3,13 +3,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager, suppress
 
 from aiohttp import web
 
 from sao_megatron.errors import RunError
-from sao_megatron.rollout.gateway.protocol import Request, RequestError, error_body
+from sao_megatron.rollout.gateway.protocol import Chunks, Request, RequestError, error_body
 from sao_megatron.rollout.gateway.session import Session
 
 LARGEST_REQUEST = 64 * 2**20
@@ -71,21 +71,48 @@ class Gateway:
         except json.JSONDecodeError as error:
             raise RequestError(f"the body is not JSON: {error}") from None
         request = Request.read(body)
+        stream = _Stream(http, request) if request.stream else None
         task = asyncio.current_task()
         session.requests.add(task)
         try:
-            reply = await session.complete(request)
+            reply = await session.complete(request, stream and stream.say)
+        except Exception as error:
+            if stream is None or not stream.response.prepared:
+                raise
+            return await stream.end([_failure(error)[0]])
         finally:
             session.requests.discard(task)
-        if not request.stream:
+        if stream is None:
             return web.json_response(reply.body(request.model))
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        await response.prepare(http)
-        for chunk in reply.chunks(request.model, request.include_usage):
-            await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
-        await response.write(b"data: [DONE]\n\n")
-        await response.write_eof()
-        return response
+        return await stream.end(stream.chunks.end(reply, request.include_usage))
+
+
+class _Stream:
+    """Server-sent events. It begins with the first words, so that what is refused before is an ordinary answer."""
+
+    def __init__(self, http: web.Request, request: Request):
+        self.http, self.chunks = http, Chunks(request.model)
+        self.response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+
+    async def say(self, text: str) -> None:
+        """Send what is new in the turn's words so far. Raises RequestError where nobody listens any more."""
+        try:
+            await self._send(self.chunks.words(text))
+        except ConnectionError:
+            raise RequestError("the client has hung up", status=499) from None
+
+    async def end(self, last: Iterable[dict]) -> web.StreamResponse:
+        with suppress(ConnectionError):
+            await self._send(last)
+            await self.response.write(b"data: [DONE]\n\n")
+            await self.response.write_eof()
+        return self.response
+
+    async def _send(self, chunks: Iterable[dict]) -> None:
+        for chunk in chunks:
+            if not self.response.prepared:
+                await self.response.prepare(self.http)
+            await self.response.write(f"data: {json.dumps(chunk)}\n\n".encode())
 
 
 @web.middleware
@@ -93,10 +120,16 @@ async def _as_openai(request: web.Request, handler) -> web.StreamResponse:
     """Errors in OpenAI's form."""
     try:
         return await handler(request)
-    except RequestError as error:
-        return web.json_response(error.body(), status=error.status)
     except web.HTTPException as error:
         body = error_body(f"{request.method} {request.path}: {error.reason}", "invalid_request_error")
         return web.json_response(body, status=error.status)
-    except Exception as error:  # the session has it too, and ends the episode with it
-        return web.json_response(error_body(str(error), "server_error"), status=500)
+    except Exception as error:
+        body, status = _failure(error)
+        return web.json_response(body, status=status)
+
+
+def _failure(error: Exception) -> tuple[dict, int]:
+    """Body and HTTP status."""
+    if isinstance(error, RequestError):
+        return error.body(), error.status
+    return error_body(str(error), "server_error"), 500  # the session has it too, and ends the episode with it

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import secrets
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
@@ -27,8 +27,10 @@ from sao_megatron.trajectory.types import TrajectoryBuilder
 if TYPE_CHECKING:
     from sao_megatron.rollout.episode import EpisodeSettings
 
-STOP_CHUNK = 32
-"""Tokens that are sampled between two looks for a client's stop strings."""
+PIECE = 32
+"""Tokens that are sampled between two looks for a client's stop strings, and two chunks of a stream."""
+Say = Callable[[str], Awaitable[None]]
+"""Takes all words of a turn so far, of which none will change. Raises RequestError where nobody listens any more."""
 
 
 class _Thread:
@@ -69,13 +71,13 @@ class Session:
             first.builder.add_segment(thread.builder)
         return first.builder
 
-    async def complete(self, request: Request) -> Reply:
+    async def complete(self, request: Request, say: Say | None = None) -> Reply:
         """Sample the answer. Raises RequestError where it is refused; any other exception is put in `failure` too."""
         if self._asked == self.max_turns:
             raise self._refusal(f"this episode had its {self.max_turns} turns", "turn_limit")
         self._asked += 1
         try:
-            return await self._answer(request)
+            return await self._answer(request, say)
         except RequestError:
             raise
         except Exception as error:
@@ -83,7 +85,7 @@ class Session:
                 self.failure.set_exception(error)
             raise
 
-    async def _answer(self, request: Request) -> Reply:
+    async def _answer(self, request: Request, say: Say | None) -> Reply:
         if request.tools:
             try:
                 await asyncio.to_thread(self.template.tool_parser.check, request.tools)
@@ -92,7 +94,7 @@ class Session:
         thread, chat, builder = self._continued(request)
         thread.busy = True
         try:
-            return await self._sample(request, chat, builder, thread)
+            return await self._sample(request, say, chat, builder, thread)
         finally:
             thread.busy = False
 
@@ -122,7 +124,8 @@ class Session:
                    and thread.chat.messages == request.messages[:len(thread.chat.messages)]]
         return max(fitting, key=lambda thread: len(thread.chat.messages), default=None)
 
-    async def _sample(self, request: Request, chat: Chat, builder: TrajectoryBuilder, thread: _Thread) -> Reply:
+    async def _sample(self, request: Request, say: Say | None, chat: Chat, builder: TrajectoryBuilder,
+                      thread: _Thread) -> Reply:
         prompt_tokens, held = len(builder.segment_tokens), len(builder.tokens)
         new = held - (len(thread.builder.tokens) if thread.turn >= 0 else 0)
         room = self.max_tokens - self._used() - new
@@ -133,7 +136,9 @@ class Session:
         mine = min(budget, request.limit or budget)
         self._reserved += new + mine
         try:
-            builder, action, words, stopped = await self._turn(builder, mine, request.stops)
+            # What is a call is known when the turn has ended.
+            builder, action, words, stopped = await self._turn(builder, mine, request.stops,
+                                                               None if request.tools else say)
         finally:
             self._reserved -= new + mine
         self.spent = f"a turn was cut after {budget} tokens" if not stopped and mine == budget else ""
@@ -143,16 +148,13 @@ class Session:
     def _used(self) -> int:
         return self._reserved + sum(len(thread.builder.tokens) for thread in self._threads)
 
-    async def _turn(self, builder: TrajectoryBuilder, budget: int, stops: list[str]):
+    async def _turn(self, builder: TrajectoryBuilder, budget: int, stops: list[str], say: Say | None):
         """Returns (the builder with the turn, its tokens, its text where a stop string cut it, whether it ended)."""
-        if not stops:
-            action, stopped = await sample_turn(self.client, builder, budget, self.template.stop_token_ids,
-                                                self.settings)
-            return builder, action, None, stopped
         action: list[int] = []
+        most = PIECE if stops or say else budget
         while len(action) < budget:
             twin = builder.fork()
-            part, stopped = await sample_turn(self.client, twin, min(STOP_CHUNK, budget - len(action)),
+            part, stopped = await sample_turn(self.client, twin, min(most, budget - len(action)),
                                               self.template.stop_token_ids, self.settings)
             if found := self._stop_in(action, part, stops):
                 count, words = found
@@ -161,15 +163,26 @@ class Session:
             builder, action = twin, action + part
             if stopped:
                 return builder, action, None, True
+            if say:
+                await say(self._settled(action, stops))
         return builder, action, None, False
+
+    def _settled(self, action: list[int], stops: list[str]) -> str:
+        """The words so far, without what more tokens may change: half a character, the beginning of a stop string."""
+        text = self.template.words(action).rstrip("\ufffd")
+        begun = max((length for stop in stops for length in range(1, len(stop)) if text.endswith(stop[:length])),
+                    default=0)
+        return text[:len(text) - begun]
 
     def _stop_in(self, action: list[int], part: list[int], stops: list[str]) -> tuple[int, str] | None:
         """(How many of `part` it takes to have said a stop string, the text before it)."""
-        for count in range(1, len(part) + 1):
+        def said(count: int) -> list[int]:
             text = self.template.words(action + part[:count])
-            if places := [text.find(stop) for stop in stops if stop in text]:
-                return count, text[:min(places)]
-        return None
+            return [text.find(stop) for stop in stops if stop in text]
+        if not stops or not said(len(part)):
+            return None
+        count = next(count for count in range(1, len(part) + 1) if said(count))
+        return count, self.template.words(action + part[:count])[:min(said(count))]
 
     def _message(self, chat: Chat, action: list[int], words: str | None) -> dict[str, Any]:
         message = chat.reply(action, words)

@@ -12,15 +12,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sao_megatron.errors import UserError
-from sao_megatron.rollout.chat import Chat
+from sao_megatron.rollout.chat import Chat, Message
 from sao_megatron.rollout.tasks.base import Prompt, Step
 from sao_megatron.rollout.tasks.chat_task import ChatTask, next_turn
 from sao_megatron.rollout.tasks.sources import PromptSource, read_rows
 from sao_megatron.sandbox.session import Sandbox, Session
 
-CATEGORIES = ("base", "miss_param", "long_context")
+CATEGORIES = ("base", "miss_param", "miss_func", "long_context")
 CALLS_A_TURN = 20
 """Turns of calls that one of the person's requests may take, as in the leaderboard."""
+MORE_TOOLS = "I have added some functions that you can call. What about now?"
+"""What the person says when functions come that had been missing."""
 _TYPES = {"dict": "object", "float": "number", "tuple": "array", "list": "array", "any": "string"}
 _SERVICES = """
 import contextlib, io
@@ -45,17 +47,22 @@ def right(turn, truth):
 
 class Bfcl(ChatTask):
     """Reward 1 where after each request the services are in the state that the solution leaves, and have answered what
-    it was answered; the first request that ends otherwise ends the episode with 0.
+    it was answered; the first request that ends otherwise ends the episode with 0. A request that cannot be fulfilled
+    yet is not judged, and one that can be needs a call.
 
-    `category` is base, miss_param (the person forgets to say something at first) or long_context: 200 dialogues each,
-    of which `held_out` are for evaluation; with `services` (GorillaFileSystem, MathAPI, MessageAPI, TicketAPI,
+    `category` is base, miss_param (the person forgets to say something at first), miss_func (functions are missing at
+    first; where they come, the prompt is a new segment) or long_context: 200 dialogues each, of which `held_out` are
+    for evaluation; with `services` (GorillaFileSystem, MathAPI, MessageAPI, TicketAPI,
     TradingBot, TravelAPI, TwitterAPI, VehicleControlAPI) those that need no others. The prompt holds the tools'
     descriptions: 3,000 to 10,000 tokens.
     """
 
+    replayable = True
+
     def __init__(self, model_dir: str | Path | None, sandbox: Sandbox | None,
-                 category: Literal["base", "miss_param", "long_context"] = "base", held_out: int = 40, seed: int = 0,
-                 services: list[str] | None = None, tool_parser: str | None = None, chat_template: str | None = None):
+                 category: Literal["base", "miss_param", "miss_func", "long_context"] = "base", held_out: int = 40,
+                 seed: int = 0, services: list[str] | None = None, tool_parser: str | None = None,
+                 chat_template: str | None = None):
         if category not in CATEGORIES:
             raise ValueError(f"category={category!r}: expected one of {', '.join(CATEGORIES)}")
         super().__init__(model_dir, tool_parser, chat_template)
@@ -85,11 +92,20 @@ class _Dialogue:
     def __init__(self, task: Bfcl, row: dict[str, Any], solution: list[list[str]]):
         self.task, self.row, self.solution = task, row, solution
         self.request, self.turns = 0, 0
-        tools = [tool for name in row["involved_classes"] for tool in _tools(name)
-                 if tool["function"]["name"] not in row.get("excluded_function", [])]
-        self.known = {tool["function"]["name"] for tool in tools}
-        self.chat = Chat(task.template, row["question"][0], tools)
+        self.missing = {int(request): names for request, names in row.get("missed_function", {}).items()}
+        self.chat = Chat(task.template, self._question(), self._tools())
         self.session: Session | None = None
+
+    def _tools(self) -> list[dict[str, Any]]:
+        """Those that the person offers with the present request."""
+        missing = {name for request, names in self.missing.items() if request > self.request for name in names}
+        missing.update(self.row.get("excluded_function", []))
+        return [tool for service in self.row["involved_classes"] for tool in _tools(service)
+                if tool["function"]["name"] not in missing]
+
+    def _question(self) -> list[Message]:
+        come = self.request in self.missing
+        return [{"role": "user", "content": MORE_TOOLS}] if come else self.row["question"][self.request]
 
     async def reset(self) -> list[int]:
         self.session = await self.task.sandbox.open()
@@ -111,18 +127,18 @@ class _Dialogue:
             answers = [{"role": "tool", "name": call["function"]["name"], "content": await self._call(call["function"])}
                        for call in calls]
             return next_turn(self.chat.add(answers), requests_right=self.request)
-        if not await self._right():
+        if self.solution[self.request] and (self.turns == 1 or not await self._right()):
             return self._end()
         self.request, self.turns = self.request + 1, 0
         if self.request == len(self.row["question"]):
             return Step(reward=1.0, done=True, info={"solved": True, "requests_right": self.request})
-        return next_turn(self.chat.add(self.row["question"][self.request]), requests_right=self.request)
+        return next_turn(self.chat.add(self._question(), self._tools()), requests_right=self.request)
 
     def _end(self, done: bool = True) -> Step:
         return Step(done=done, info={"solved": False, "requests_right": self.request})
 
     async def _call(self, function: dict[str, Any]) -> str:
-        if function["name"] not in self.known:
+        if function["name"] not in {tool["function"]["name"] for tool in self.chat.tools}:
             return f"Error during execution: there is no function {function['name']}"
         result = await self.session.run(f"call({function['name']!r}, {function['arguments']!r})")
         return result.text().strip()

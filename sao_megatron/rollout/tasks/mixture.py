@@ -47,6 +47,7 @@ class Mixture:
         for label, part in self.parts.items():
             self.tasks[label] = task = load_task(part.name, part.options, model_dir, sandbox)
             task.name = label
+        self.replayable = all(getattr(task, "replayable", False) for task in self.tasks.values())
         self.vocab_size = max(task.vocab_size for task in self.tasks.values())
         self.block = _block({label: part.weight for label, part in self.parts.items()})
 

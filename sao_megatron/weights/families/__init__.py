@@ -18,7 +18,8 @@ REFUSED = {
 
 def family_of(hf_config: dict) -> Family:
     """The family of an HF config. Raises UserError for an unknown architecture or an unsupported field."""
-    name = (hf_config.get("architectures") or ["(none)"])[0]
+    names = hf_config.get("architectures") or ["(none)"]
+    name = str(names[0] if isinstance(names, list) else names)
     if name in REFUSED:
         raise UserError(f"config.json: architecture {name!r} is not supported: {REFUSED[name]}")
     if name not in FAMILIES:

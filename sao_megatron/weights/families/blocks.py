@@ -126,6 +126,12 @@ def sigmoid_router(hf: dict) -> dict:
         moe_router_group_topk=hf["topk_group"] if groups else None)
 
 
+def in_dense_or_sparse_layer(hf: dict, rule: Rule, layer: int) -> bool:
+    """`Family.has` where the first layers are dense and the others have experts."""
+    dense = layer < hf["first_k_dense_replace"]
+    return dense if rule in DENSE_MLP else not dense or ".mlp." not in rule.hf[0]
+
+
 def check_mla(hf: dict) -> None:
     """Raise UserError for multi-latent attention without a latent query."""
     if hf["q_lora_rank"] is None:

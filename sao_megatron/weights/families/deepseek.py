@@ -12,4 +12,4 @@ DEEPSEEK_V3 = Family(
     used_fields=blocks.USED | blocks.USED_BY_SIGMOID_ROUTER | blocks.USED_BY_MLA,
     harmless_fields=blocks.HARMLESS_WITH_SIGMOID_ROUTER | {"qk_head_dim"},
     only=blocks.ONLY_WITH_SIGMOID_ROUTER | {"rope_interleave": True}, rope_types=("default", "yarn"),
-    checks=(blocks.check_mla, blocks.check_sigmoid_router))
+    checks=(blocks.check_mla, blocks.check_sigmoid_router), has=blocks.in_dense_or_sparse_layer)

@@ -20,7 +20,10 @@ GLM4_MOE = Family(
         "attention_bias", "use_qk_norm", "partial_rotary_factor"},
     harmless_fields=blocks.HARMLESS_WITH_SIGMOID_ROUTER,
     only={key: value for key, value in blocks.ONLY_WITH_SIGMOID_ROUTER.items() if key != "attention_bias"},
-    checks=(blocks.check_sigmoid_router,))
+    checks=(blocks.check_sigmoid_router,),
+    has=lambda hf, rule, layer: (
+        hf["attention_bias"] if rule in blocks.QKV_BIAS else hf["use_qk_norm"] if rule in blocks.QK_NORM
+        else blocks.in_dense_or_sparse_layer(hf, rule, layer)))
 
 
 def _sparse_attention(hf: dict) -> dict:
@@ -68,4 +71,6 @@ GLM5 = Family(
         "mlp_layer_types", "layer_types", "indexer_types"},  # the last three are checked
     only=blocks.ONLY_WITH_SIGMOID_ROUTER | {
         "rope_interleave": True, "indexer_rope_interleave": True, "mlp_bias": False},
-    checks=(blocks.check_mla, blocks.check_sigmoid_router, _check_layers))
+    checks=(blocks.check_mla, blocks.check_sigmoid_router, _check_layers),
+    has=lambda hf, rule, layer: (indexer_types(hf)[layer] == "full" if rule in blocks.INDEXER
+                                 else blocks.in_dense_or_sparse_layer(hf, rule, layer)))
