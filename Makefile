@@ -18,6 +18,7 @@ demo: setup
 	@name=demo-$$(date +%Y%m%d-%H%M%S) && \
 	$(PYTHON) -m sao_megatron.cli train configs/guess-number-cpu.yaml name=$$name && \
 	echo "Look at the curves:   .venv/bin/tensorboard --logdir runs/$$name" && \
+	echo "Look at every token:  .venv/bin/sao-megatron inspect runs/$$name --html $$name.html" && \
 	echo "Logs and summary:     runs/$$name/logs/, runs/$$name/summary.json"
 
 test: setup

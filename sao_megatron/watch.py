@@ -49,6 +49,7 @@ class Watch:
         self._last_step = self._furthest = max((row.step for row in store.steps()), default=-1)
         self._alarmed = set(self._alarms())
         """Alarms that were shown; a learner that goes on from a checkpoint takes back those of lost steps."""
+        self._paused = False
         self._causes: list[str] = []
         """Why processes were started again since the run last got further."""
         self._rendezvous: TCPStore | None = None
@@ -219,12 +220,13 @@ class Watch:
         return [(step, sentence) for step, sentence in self._store.get_state(ALARMS, [])]
 
     def _show_status(self) -> None:
-        """Start-up stage by stage; later only where nothing else was shown for a while."""
+        """Start-up stage by stage; later only when a pause begins, or where nothing else was shown for a while."""
+        before, self._paused = self._paused, RunFolder(self._config.run_dir).paused_path.exists()
         if self._store.published() is None and self._last_step < self._store.get_state("first_step", 0):
             count = len(self._engines.urls)
             engines = f"engines {count - len(self._engines.starting)}/{count} ready, " if count else ""
             self._progress.status(f"start-up: {engines}learner {self._learner_stage()}")
-        elif self._progress.quiet():
+        elif self._progress.quiet() or self._paused and not before:
             self._progress.status(self._doing())
 
     def _learner_stage(self) -> str:

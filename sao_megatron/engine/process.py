@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import http.client
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -17,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from sao_megatron.blame import last_words
 from sao_megatron.config import RunConfig
 from sao_megatron.errors import RunError
 from sao_megatron.run_folder import RunFolder
@@ -34,8 +34,8 @@ def engine_command(config: RunConfig, model_dir: Path, port: int, gpu: bool) -> 
                "--tp-size", str(engine.tp), "--dtype", config.model.dtype,
                "--max-running-requests", str(engine.max_running_requests),
                "--skip-tokenizer-init", "--skip-server-warmup",  # token in, token out
-               # Older episodes first, evaluations last (their requests say so).
-               "--enable-priority-scheduling", "--disable-priority-preemption", "--default-priority-value", "0",
+               # Older episodes first, evaluations last (their requests say so); before all the learner's probes.
+               "--enable-priority-scheduling", "--disable-priority-preemption", "--default-priority-value", "99",
                "--sleep-on-idle",  # else the scheduler keeps one core busy while it waits
                "--enable-metrics",  # rollout/engine_metrics.py reads them
                "--log-level", "warning"]  # a line per request and per batch costs more than a short request
@@ -139,10 +139,7 @@ class EngineProcess:
         self._process.wait()
 
     def _last_words(self) -> str:
-        lines = [line.strip() for line in self.log_path.read_text(errors="replace").splitlines() if line.strip()]
-        errors = [line for line in lines if re.search(r"\b\w*(Error|Exception)\b: |\[Errno|error: ", line)]
-        last = (errors or lines or ["it wrote nothing"])[-1]
-        return f"{last[:500]!r} (log: {self.log_path})"
+        return f"{last_words(self.log_path)[0][:500]!r} (log: {self.log_path})"
 
 
 def answers(url: str, timeout: float = 5.0) -> bool:

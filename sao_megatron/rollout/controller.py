@@ -33,6 +33,9 @@ EVERY_SECOND = 1.0  # between two writes of the progress display's numbers, and 
 LEARNER_PATIENCE = 3600.0  # seconds without news from the learner after which an idle controller gives up
 CANCEL_PATIENCE = 30.0  # seconds that cancelled episodes get to unwind
 MOST_ERRORS_IN_A_ROW = 20
+OLDEST = 15
+"""Of the ages, in batches, that engines tell apart. They must be few: SGLang's metrics have a series for each priority
+that ever was (0.5.23; sgl-project/sglang, issue 20814), and after 20,000 of them took 2.6 s to read."""
 CANCELLED = "redundant"
 """Key of the store's state: redundant episodes that were cancelled or came too late, by controller."""
 
@@ -189,8 +192,12 @@ class _Controller:
     async def _episode(self, seq: int) -> Trajectory:
         prompt = self.task.prompt(seq // self.settings.group)
         diary = self.half_done.diary(seq) if self.half_done else None
-        with self.pool.seat(priority=-seq, group=seq // self.settings.group) as client:
+        with self.pool.seat(lambda: self._age(seq), seq // self.settings.group) as client:
             return await run_episode(client, self.task, prompt, self.settings, seq, diary)
+
+    def _age(self, seq: int) -> int:
+        """An episode's priority: how many batches were dealt since it was."""
+        return min(OLDEST, max(0, self.deal.next - seq) // self.config.batch.trajectories)
 
     def _ended(self, episode: asyncio.Task) -> None:
         seq = self.episodes.pop(episode)

@@ -17,7 +17,7 @@ from sao_megatron.rollout.tasks.base import Task
 from sao_megatron.trajectory.store import Store
 from sao_megatron.trajectory.types import Status, Trajectory
 
-PRIORITY = -2**40
+PRIORITY = -1
 """Behind every training episode in the engines' queues."""
 
 
@@ -71,7 +71,7 @@ async def _evaluate_set(config: RunConfig, chosen: EvaluationSet, pool: EnginePo
 
     async def play(seq: int, prompt) -> Trajectory:
         async with slots:
-            with pool.seat(PRIORITY, group=(chosen.name, seq // chosen.samples)) as client:
+            with pool.seat(lambda: PRIORITY, group=(chosen.name, seq // chosen.samples)) as client:
                 return await run_episode(client, chosen.task, prompt, settings, seq)
 
     prompts = [prompt for prompt in chosen.task.evaluation_prompts(chosen.prompts) for _ in range(chosen.samples)]

@@ -72,7 +72,8 @@ class Deal:
             if outcomes < size and not dropped and len(seqs) - outcomes <= redundancy:
                 self._ended[group] = outcomes
                 self._again += sorted(set(range(group * self.width, (group + 1) * self.width)) - set(seqs))
-        self._next = (mine[-1] + controllers if mine else index) * self.width
+        self.next = (mine[-1] + controllers if mine else index) * self.width
+        """The first seq that was never dealt."""
 
     def live(self, dropped: int) -> int:
         """Places that this controller's trajectories hold; `dropped` of them were."""
@@ -104,7 +105,7 @@ class Deal:
         complete = self._ended[group] == self.size
         if not self._flying[group]:
             del self._flying[group]
-            if (group + 1) * self.width <= self._next and all(seq // self.width != group for seq in self._again):
+            if (group + 1) * self.width <= self.next and all(seq // self.width != group for seq in self._again):
                 del self._ended[group]
         return complete
 
@@ -120,7 +121,7 @@ class Deal:
 
     def _peek(self) -> int:
         for _ in range(MOST_SKIPPED * self.width):
-            seq = self._again[0] if self._again else self._next
+            seq = self._again[0] if self._again else self.next
             group = seq // self.width
             if self._ended[group] < self.size and not self._skip(group):
                 return seq
@@ -132,6 +133,6 @@ class Deal:
         if self._again:
             self._again.popleft()
             return
-        self._next += 1
-        if self._next % self.width == 0:
-            self._next += (self.controllers - 1) * self.width
+        self.next += 1
+        if self.next % self.width == 0:
+            self.next += (self.controllers - 1) * self.width

@@ -73,10 +73,10 @@ class EnginePool:
         self._engines = [known[id(client)] for client in clients]
 
     @contextmanager
-    def seat(self, priority: int = 0, group: Hashable = None) -> Iterator[Seat]:
+    def seat(self, priority: Callable[[], int] = lambda: 0, group: Hashable = None) -> Iterator[Seat]:
         """A place at the engine with the fewest episodes, whose prefix cache then holds the episode's earlier turns;
-        rather at one with others of its `group`, the rollouts of one prompt, unless that is crowded. Engines take
-        requests of a higher priority first."""
+        rather at one with others of its `group`, the rollouts of one prompt, unless that is crowded. `priority()` is
+        asked at each request; engines take those of a higher one first."""
         seat = Seat(self, priority, group)
         self._settle(seat)
         try:
@@ -157,7 +157,7 @@ class EnginePool:
 class Seat:
     """One episode's Generator."""
 
-    def __init__(self, pool: EnginePool, priority: int, group: Hashable):
+    def __init__(self, pool: EnginePool, priority: Callable[[], int], group: Hashable):
         self._pool, self._priority, self.group = pool, priority, group
         self.engine: _Engine | None = None
         self.failed_at: _Engine | None = None
@@ -173,7 +173,7 @@ class Seat:
             left = max_new_tokens - (len(held.tokens) if held else 0)
             if held and "routing_from" in sampling:
                 sampling["routing_from"] = len(input_ids) + len(held.tokens) - 1
-            piece = await self._request([*input_ids, *(held.tokens if held else [])], priority=self._priority,
+            piece = await self._request([*input_ids, *(held.tokens if held else [])], priority=self._priority(),
                                         max_new_tokens=min(left, self._pool.request_tokens), **sampling)
             held = joined(held, piece) if held else piece
             if piece.finish != "length" or len(held.tokens) >= max_new_tokens:

@@ -24,10 +24,13 @@ DRAW_SHARE = 0.01
 """Most of the run's time that drawing takes."""
 TELL_EVERY = 50
 """Steps between two texts of the worst trajectories."""
+HYPERPARAMETERS = ("seed", "steps", "model", "algorithm", "policy_optimizer", "critic_optimizer", "critic", "batch",
+                   "warmup", "task", "rollout", "parallel")
+"""Sections of a recipe that are shown as such: the others change nothing that is learnt."""
 LAYOUT = {
     "How is it going?": {
         "reward": ["Multiline", ["reward/mean", "reward/solve_rate"]],
-        "dropped action tokens, by side": ["Multiline", ["mask/dropped_low", "mask/dropped_high", "mask/recovered"]],
+        "dropped action tokens, by side": ["Multiline", ["mask/dropped_low$", "mask/dropped_high$", "mask/recovered"]],
         "effective sample size": ["Multiline", ["mask/effective_sample_size"]],
         "discarded mass m": ["Multiline", ["mask/discarded_mass"]],
         "lag (versions)": ["Multiline", ["lag/mean", "lag/max"]],
@@ -51,17 +54,18 @@ LAYOUT = {
 class TensorBoardWriter:
     """Writes one learner step at a time; the axis is the learner step.
 
-    `settings` (flat names and values) are shown as hyperparameters. After a restart, steps from `first_step` on that an
-    earlier learner wrote are hidden, since they are made again; `earlier` are the (step, metrics) of those before it,
-    which the heat maps show too; `worst` makes the text of the trajectories that lost most tokens.
+    Of `settings` (flat names and values) the hyperparameters are shown. After a restart, steps from `first_step` on
+    that an earlier learner wrote are hidden, since they are made again; `earlier` are the (step, metrics) of those
+    before it, which the heat maps show too; `worst` makes the text of the trajectories that lost most tokens.
     """
 
     def __init__(self, folder: Path, settings: dict[str, float | str | bool] | None = None,
                  first_step: int = 0, earlier: list[tuple[int, dict[str, float]]] = (), worst: Worst | None = None):
         self._writer = SummaryWriter(str(folder), flush_secs=10, purge_step=first_step)
         self._writer.add_custom_scalars(LAYOUT)
-        if settings:
-            for summary in hparams(settings, {"reward/mean": None}):
+        chosen = {name: value for name, value in (settings or {}).items() if name.partition(".")[0] in HYPERPARAMETERS}
+        if chosen:
+            for summary in hparams(chosen, {"reward/mean": None}):
                 self._writer.file_writer.add_summary(summary)
         self._worst = worst
         self._steps = [step for step, _ in earlier]

@@ -1,26 +1,45 @@
 """Starts real Megatron-Core ranks over Gloo."""
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import itertools
+import json
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from ranks import World
 
-HERE = Path(__file__).parent
+SECONDS = 500.0
 
 
 @pytest.fixture(scope="session")
-def run_ranks():
-    """run_ranks(script, ranks, *args): start `script` on that many ranks and wait; fails with the ranks' output."""
+def start_ranks(tmp_path_factory) -> Callable[..., World]:
+    """start_ranks(script, ranks, *arguments): a World that is not started yet."""
+    folder, numbers = tmp_path_factory.mktemp("ranks"), itertools.count()
+    here = Path(__file__).parent
+    return lambda script, ranks, *arguments: World(here / script, ranks, arguments, folder / f"{next(numbers)}.log")
 
-    def run(script: str, ranks: int, *args: str, timeout: float = 420) -> str:
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
-        done = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
-             str(HERE / script), *args], env=environment, text=True, timeout=timeout,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        assert done.returncode == 0, done.stdout[-6000:]
-        return done.stdout
+
+@pytest.fixture(scope="session")
+def run_ranks(start_ranks) -> Callable[..., str]:
+    """run_ranks(script, ranks, *arguments): run `script` on that many ranks; returns their output."""
+    def run(script: str, ranks: int, *arguments: str) -> str:
+        with start_ranks(script, ranks, *arguments) as world:
+            return world.wait(SECONDS)
+    return run
+
+
+@pytest.fixture(scope="session")
+def run_worlds(start_ranks) -> Callable[..., dict]:
+    """run_worlds(script, folder, jobs, *arguments): run `script FOLDER JOBS[ranks] arguments` on each number of ranks,
+    all at the same time; returns together what each world wrote into results-RANKS.json."""
+    def run(script: str, folder: Path, jobs: dict[int, object], *arguments: str) -> dict:
+        with ExitStack() as running:
+            worlds = [running.enter_context(start_ranks(script, ranks, str(folder), json.dumps(own), *arguments))
+                      for ranks, own in jobs.items()]
+            for world in worlds:
+                world.wait(SECONDS)
+        return {name: result for ranks in jobs
+                for name, result in json.loads((folder / f"results-{ranks}.json").read_text()).items()}
     return run

@@ -84,13 +84,13 @@ def main(folder: Path, layouts: list[dict]) -> None:
         config = configs.parse(dict(
             name="t", model=dict(path=str(model_dir), dtype="float32"), parallel=parallel.model_dump(),
             algorithm=dict(bootstrap_truncated=True, whiten=True), task=dict(name="random"),
-            batch=dict(tokens_per_micro_batch=budget), steps=3,
+            batch=dict(tokens_per_micro_batch=budget), steps=2,
             policy_optimizer=dict(lr=1e-3), critic=critic, critic_optimizer=dict(lr=1e-3)))
         learner = trainer.Trainer(config, hf_config, source)
         scores = learner.score(data["trajectories"])
         probes = learner.score(verification.probes(hf_config["vocab_size"]))  # which every rank makes for itself
         learner.begin_reinforcement()
-        metrics = [learner.train_step(data["trajectories"], version=1).metrics for _ in range(3)]
+        metrics = [learner.train_step(data["trajectories"], version=1).metrics for _ in range(2)]
         weights = gather_export(learner.policy_shards)
         results[name] = dict(
             micro_batches=count, passes=passes, same_mask=same_mask, names_match=sorted(gradients) == sorted(expected),

@@ -61,11 +61,16 @@ def make_lone_trajectory() -> list[Trajectory]:
     return [builder.build()]
 
 
+def by_segment(trajectory: Trajectory) -> list[tuple[torch.Tensor, np.ndarray]]:
+    """(tokens int64, action mask) of each segment: a sequence of its own."""
+    tokens, mask = (np.split(array, trajectory.segments[1:]) for array in (trajectory.tokens, trajectory.action_mask))
+    return [(torch.from_numpy(ids.astype(np.int64)), acts) for ids, acts in zip(tokens, mask, strict=True)]
+
+
 def hf_logprobs(model, trajectory: Trajectory) -> torch.Tensor:
     """log π of the action tokens, by a full log-softmax, with gradient; each segment by itself."""
-    starts, parts = trajectory.segments[1:], []
-    for ids, mask in zip(np.split(trajectory.tokens, starts), np.split(trajectory.action_mask, starts), strict=True):
-        tokens = torch.from_numpy(ids.astype(np.int64))
+    parts = []
+    for tokens, mask in by_segment(trajectory):
         logits = model(input_ids=tokens[None]).logits[0]
         at = torch.from_numpy(np.flatnonzero(mask))
         parts.append(torch.log_softmax(logits[at - 1], -1).gather(1, tokens[at, None])[:, 0])

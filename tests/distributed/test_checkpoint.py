@@ -26,13 +26,13 @@ CASES = {
 def results(tmp_path_factory, run_ranks):
     folder = tmp_path_factory.mktemp("checkpoint")
     model, rng = make_model(folder / "model"), np.random.default_rng(3)
-    trajectories = make_trajectories(32)
+    trajectories = make_trajectories(16)
     for index, trajectory in enumerate(trajectories):
         trajectory.prompt_id, trajectory.group_id = f"p{index % 5}", f"g{index // 2}"
         with torch.no_grad():
             own = hf_logprobs(model, trajectory).numpy()
         trajectory.rollout_logprobs[trajectory.action_mask] = np.minimum(own - rng.normal(0.0, 0.6, len(own)), -1e-3)
-    (folder / "data.pkl").write_bytes(pickle.dumps({"batches": [trajectories[:16], trajectories[16:]]}))
+    (folder / "data.pkl").write_bytes(pickle.dumps({"batches": [trajectories[:8], trajectories[8:]]}))
     run_ranks("checkpoint_worker.py", 2, str(folder), json.dumps(CASES))
     return pickle.loads((folder / "results-2.pkl").read_bytes())
 
@@ -72,7 +72,7 @@ def test_other_expert_layout_keeps_weights_and_schedule(results):
 # If this fails, a flipped bit in a checkpoint becomes a weight, and nobody notices.
 def test_a_flipped_bit_is_found(results):
     nothing, sentence = results["sao"]["damaged"]
-    assert nothing == "" and ".distcp: the data of policy" in sentence and "are damaged" in sentence
+    assert nothing == "" and ".distcp: the data of " in sentence and "are damaged" in sentence
 
 
 # If this fails, a writer that was killed, or whose disk was full, leaves a checkpoint that looks complete, or files

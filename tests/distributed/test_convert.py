@@ -15,6 +15,7 @@ from reference import make_model
 from safetensors.torch import load_file, save_file
 
 ROOT = Path(__file__).parents[2]
+WORKER = Path(__file__).with_name("convert_worker.py")
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 LAYOUTS = ("tp2", "ep2", "tp2ep2", "tp2etp2", "pp2")  # of folder_worker.py
 BLOCK = 32
@@ -101,7 +102,7 @@ def made(tmp_path_factory):
 @pytest.fixture(scope="module")
 def answers(made):
     """What tools/convert.py answered to the commands of convert_worker.py."""
-    done = subprocess.run([sys.executable, str(Path(__file__).with_name("convert_worker.py")), str(made[0])],
+    done = subprocess.run([sys.executable, str(WORKER), str(made[0])],
                           env=ENVIRONMENT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=500)
     assert done.returncode == 0, done.stdout[-6000:]
     return json.loads((made[0] / "answers.json").read_text())
@@ -110,7 +111,7 @@ def answers(made):
 @pytest.fixture(scope="module")
 def layouts(made, answers, run_ranks):
     """Bytes (read, own) of both ranks by layout."""
-    run_ranks("folder_worker.py", 2, str(made[0]), timeout=500)
+    run_ranks("folder_worker.py", 2, str(made[0]))
     return json.loads((made[0] / "read.json").read_text())
 
 
@@ -227,10 +228,13 @@ def test_the_rank_that_owns_damaged_weights_refuses_them(layouts):
     assert first == "" and "model-00001" in last and "are damaged (checksum" in last
 
 
-def test_a_learners_checkpoint_becomes_hf(made, layouts, run_ranks):
+def test_a_learners_checkpoint_becomes_hf(made, layouts):
     """If this fails, what was trained on several ranks cannot be taken home, or two processes of torchrun's that share
     a conversion get in each other's way."""
-    out = run_ranks("convert_worker.py", 2, "megatron-to-hf", str(made[0] / "step-00000007"), str(made[0] / "home"))
-    assert " MiB written" in out
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(WORKER),
+         "megatron-to-hf", str(made[0] / "step-00000007"), str(made[0] / "home")], env=ENVIRONMENT, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=500)
+    assert done.returncode == 0 and " MiB written" in done.stdout, done.stdout[-6000:]
     assert len(list((made[0] / "home").glob("*.safetensors"))) > 4  # the parts were small enough to be shared
     assert same(tensors_of(made[0] / "home"), made[1])

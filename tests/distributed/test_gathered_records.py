@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import torch
-from reference import hf_logprobs, make_model, make_trajectories, set_rollout_logprobs
+from reference import by_segment, hf_logprobs, make_model, make_trajectories, set_rollout_logprobs
 
 from sao_megatron.telemetry.records import SCHEMA
 
@@ -113,9 +113,9 @@ def test_expert_load_is_that_of_transformers(run, layout):
     k, chosen = model.config.num_experts_per_tok, []
     for t in trajectories:
         of_segments = []
-        for tokens in np.split(t.tokens.astype(np.int64), t.segments[1:]):
+        for tokens, _ in by_segment(t):
             with torch.no_grad():
-                logits = model(input_ids=torch.from_numpy(tokens)[None], output_router_logits=True)
+                logits = model(input_ids=tokens[None], output_router_logits=True)
             of_segments.append(np.stack([layer.topk(k).indices.numpy() for layer in logits.router_logits], 1))
         chosen.append(np.concatenate(of_segments))  # [T, layers, k]
     counts = [np.bincount(layer.ravel(), minlength=model.config.num_experts)

@@ -1,7 +1,6 @@
 """Every layout gives HF's log-probs, the naive loss's gradient, and the one-process run's training."""
 from __future__ import annotations
 
-import json
 import pickle
 
 import numpy as np
@@ -71,7 +70,7 @@ def make_sets(folder) -> tuple[dict, dict]:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory, run_ranks):
+def results(tmp_path_factory, run_worlds):
     """All layouts on 1, 2 and 4 ranks, each world started once."""
     folder = tmp_path_factory.mktemp("layouts")
     sets, gradients = make_sets(folder)
@@ -80,10 +79,7 @@ def results(tmp_path_factory, run_ranks):
     usual = sets["untied"]
     found = {"fates": fate_counts(usual["logprobs"], usual["trajectories"]),
              "actions": sum(t.num_actions for t in usual["trajectories"])}
-    for ranks, layouts in LAYOUTS.items():
-        run_ranks("layout_worker.py", ranks, str(folder), json.dumps(layouts))
-        found |= json.loads((folder / f"results-{ranks}.json").read_text())
-    return found
+    return found | run_worlds("layout_worker.py", folder, LAYOUTS)
 
 
 PROBLEM = {layout["name"]: (layout.get("data", "untied"), str(layout.get("critic")))

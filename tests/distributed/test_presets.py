@@ -18,7 +18,7 @@ ALGORITHMS = {name: dict(preset=name) for name in PRESETS} | {
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory, run_ranks):
+def results(tmp_path_factory, run_worlds):
     """{layout: {algorithm: what preset_worker.train returns}}; each world started once."""
     folder = tmp_path_factory.mktemp("presets")
     model, rng = make_model(folder / "model"), np.random.default_rng(3)
@@ -30,11 +30,7 @@ def results(tmp_path_factory, run_ranks):
         # So near that FlashREINFORCE trusts some trajectories, and on both sides of GSPO's narrow band.
         trajectory.rollout_logprobs[trajectory.action_mask] = np.minimum(own - rng.normal(0.0, 0.6, len(own)), -1e-3)
     (folder / "trajectories.pkl").write_bytes(pickle.dumps(trajectories))
-    found = {}
-    for ranks, layouts in LAYOUTS.items():
-        run_ranks("preset_worker.py", ranks, str(folder), json.dumps(layouts), json.dumps(ALGORITHMS))
-        found |= json.loads((folder / f"results-{ranks}.json").read_text())
-    return found
+    return run_worlds("preset_worker.py", folder, LAYOUTS, json.dumps(ALGORITHMS))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[2])

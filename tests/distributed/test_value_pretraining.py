@@ -101,6 +101,7 @@ def test_refused_before_anything_starts(folder, more, expected, capsys):
 
 def test_a_return_outside_the_histogram_names_its_trajectory(folder, capsys):
     """If this fails, a reward that HL-Gauss cannot represent is cut to the edge of its range without a word."""
-    assert pretrain(folder, "narrow", "critic={head: hl_gauss, value_min: -0.5, value_max: 0.9}") == 1
+    assert pretrain(folder, "narrow", "critic={head: hl_gauss, value_min: -0.5, value_max: 0.9}",
+                    "parallel={ranks: 1}") == 1
     error = capsys.readouterr().err
     assert "its return 1 lies outside critic.value_min=-0.5 … critic.value_max=0.9: widen the range" in error

@@ -15,7 +15,9 @@ from pathlib import Path
 
 import psutil
 
+from sao_megatron.rollout.tasks.guess_number import GuessNumber
 from sao_megatron.run_folder import RunFolder
+from sao_megatron.trajectory.store import Store
 from sao_megatron.trajectory.types import Trajectory, decode
 
 ROOT = Path(__file__).parents[2]
@@ -97,6 +99,16 @@ class Run:
         """Ids of the trajectories that are in the store."""
         return {name for name, in query(self.folder.store_path, "SELECT id FROM trajectories")}
 
+    def kill_launcher(self) -> None:
+        """Kill `train` itself, and see all that it started end too."""
+        self.children()
+        self.process.kill()
+        self.process.wait(END_SECONDS)
+        deadline = time.monotonic() + END_SECONDS
+        while self.survivors() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert self.survivors() == []
+
     def end(self) -> None:
         """Kill whatever is left."""
         self.children()
@@ -123,3 +135,11 @@ def query(store: Path, sql: str, *values) -> list[tuple]:
 def stored(store: Path) -> list[Trajectory]:
     """Every trajectory of a store, in the order in which it was appended."""
     return [decode(blob) for blob, in query(store, "SELECT blob FROM blobs ORDER BY row")]
+
+
+def recorded(path: Path, count: int) -> Path:
+    """Write a store of demonstrations, for a replay to train on; returns `path`."""
+    with Store(path) as store:
+        for seq, trajectory in enumerate(GuessNumber(turns=4).demonstrations(count, 0)):
+            store.append(trajectory, seq)
+    return path

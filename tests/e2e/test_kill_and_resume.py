@@ -1,25 +1,24 @@
 """kill -9 of every part of a run, again and again: it goes on, and ends with the weights of an undisturbed one.
 
-24 kills in two runs: one without engines, on a recorded stream, and a live one, whose own record is then replayed.
+18 kills in two runs: one without engines, on a recorded stream, and a live one, whose own record is then replayed.
 """
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 import psutil
-from real_run import BATCH, END_SECONDS, START_SECONDS, Run, query, stored
+from real_run import BATCH, END_SECONDS, START_SECONDS, Run, query, recorded, stored
 from safetensors import safe_open
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from sao_megatron.rollout.tasks.guess_number import GuessNumber
 from sao_megatron.trajectory.store import Store
 
 STEPS = 20
-LIVE_STEPS = 45
+LIVE_STEPS = 26
 """While a controller starts again, the learner makes up to rollout.max_lag + 1 steps: enough for all kills."""
 MODEL = ["parallel={ranks: 1}", f"steps={STEPS - 2}", "algorithm.critic_only_steps=2", f"batch.trajectories={BATCH}",
          "warmup.steps=3", "warmup.trajectories=16", "policy_optimizer.warmup_steps=5"]
@@ -84,17 +83,6 @@ def kill_writer(run: Run) -> None:
             continue  # it was done already: the next one
 
 
-def kill_launcher(run: Run) -> None:
-    """Kill `train` itself; all that it started ends too."""
-    run.children()
-    run.process.kill()
-    run.process.wait(END_SECONDS)
-    deadline = time.monotonic() + END_SECONDS
-    while run.survivors() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert run.survivors() == []
-
-
 def weights(run: Run) -> dict[str, np.ndarray]:
     found = {}
     for file in (run.folder.path / "hf").glob("*.safetensors"):
@@ -125,21 +113,12 @@ def check_same_weights(run: Run, other: Run) -> None:
     assert [name for name in ours if not np.array_equal(ours[name], theirs[name])] == []
 
 
-def record(path: Path) -> None:
-    """A recorded stream of as many trajectories as all steps train on."""
-    with Store(path) as store:
-        for seq, trajectory in enumerate(GuessNumber(turns=4).demonstrations(STEPS * BATCH, 0)):
-            store.append(trajectory, seq)
-
-
 # If this fails, a learner that was killed (at its start, in a step, while it saves) trains something twice or not at
-# all, or goes on from a torn checkpoint; or a run whose launcher was killed cannot be continued.
+# all, or goes on from a torn checkpoint; or Ctrl-C leaves processes behind, or a run that cannot be continued.
 def test_killed_replay_ends_with_the_same_bits(start_run, tmp_path):
-    recorded = tmp_path / "recorded.sqlite"
-    record(recorded)
-    straight = start_run("straight", *MODEL, "--trajectories", str(recorded), verb="replay")
-    assert straight.wait(START_SECONDS) == 0, f"{straight.out}\n{straight.err}"
-    run = start_run("killed", *MODEL, *SAVING, "--trajectories", str(recorded), verb="replay")
+    stream = ["--trajectories", str(recorded(tmp_path / "recorded.sqlite", STEPS * BATCH))]
+    straight = start_run("straight", *MODEL, *stream, verb="replay")
+    run = start_run("killed", *MODEL, *SAVING, *stream, verb="replay")
     kill(run, LEARNER, after=0)  # at its start
     kill_writer(run)
     kill(run, LEARNER, after=3)
@@ -149,12 +128,16 @@ def test_killed_replay_ends_with_the_same_bits(start_run, tmp_path):
     kill_rank_while_saving(run)
     kill_writer(run)
     kill_writer(run)
-    kill_launcher(run)
-    resumed = start_run("killed", verb="resume")
-    check_finished(resumed)
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait(END_SECONDS) == 130
+    assert run.err == "sao-megatron: interrupted\n"
+    assert run.survivors() == []
+    run = start_run("killed", verb="resume")
+    check_finished(run)
+    assert straight.wait(START_SECONDS) == 0, f"{straight.out}\n{straight.err}"
     logs = "".join(path.read_text() for path in run.folder.log_dir.iterdir())
     assert logs.count("was not saved (the writer of rank 0 ended with exit code -9)") >= 1
-    check_same_weights(resumed, straight)
+    check_same_weights(run, straight)
 
 
 # If this fails, a run that lost a part goes on with other weights than it says: a trajectory was lost, was trained
@@ -163,9 +146,8 @@ def test_killed_live_run_trains_what_it_records(start_run):
     live = [*MODEL, f"steps={LIVE_STEPS - 2}"]
     run = start_run("live", *live, *SAVING, "evaluation.episodes=0", "publication.verify_every=1")
     seen: set[str] = set()
-    for words, after in [(CONTROLLER, 1), (LEARNER, 1), (CONTROLLER, 1), (CONTROLLER, 1), (LEARNER, 2), (CONTROLLER, 1),
-                         (ENGINE, 1), (CONTROLLER, 1), (LEARNER, 2), (CONTROLLER, 1), (LEARNER, 2), (CONTROLLER, 1),
-                         (LEARNER, 1), (CONTROLLER, 1)]:
+    for words, after in [(CONTROLLER, 1), (LEARNER, 1), (CONTROLLER, 1), (CONTROLLER, 1), (ENGINE, 1), (CONTROLLER, 1),
+                         (LEARNER, 2), (CONTROLLER, 1), (LEARNER, 2)]:
         kill(run, words, after)
         seen |= run.appended()
     check_finished(run, LIVE_STEPS)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from served import START_SECONDS, Engine, engine_process, make_tiny_model
+from served import QUICK, START_SECONDS, Engine, engine_process, make_tiny_model
 
 
 @pytest.fixture(scope="session")
@@ -19,4 +19,4 @@ def engine(tmp_path_factory) -> Iterator[Engine]:
         process.wait_healthy(time.monotonic() + START_SECONDS)
         yield Engine(process.url, model, version=0)
     finally:
-        process.stop()
+        process.stop(QUICK)

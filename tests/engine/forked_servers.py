@@ -7,6 +7,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
+from pathlib import Path
 
 from sao_megatron.engine import cpu
 
@@ -15,6 +17,8 @@ def main(servers: list[list[str]]) -> None:
     cpu.prepare()
     children = []
     for arguments in servers:
+        while not (Path(arguments[arguments.index("--model-path") + 1]) / "config.json").exists():
+            time.sleep(0.1)  # it is made meanwhile
         children.append(os.fork())
         if not children[-1]:
             cpu.serve(arguments)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from sao_megatron.learner import runtime
 import torch
 
 from sao_megatron.config import ParallelSection
-from sao_megatron.engine.process import free_port
 from sao_megatron.learner.sampler import Sampler
 from sao_megatron.weights import hf
 from sao_megatron.weights.shards import ShardMap
@@ -20,7 +18,6 @@ from sao_megatron.weights.shards import ShardMap
 
 def main(folder: Path) -> None:
     order = json.loads((folder / "order.json").read_text())
-    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     runtime.initialize(ParallelSection(), seed=0)
     config = hf.read_config(folder / "model")
     sampler = Sampler(config, torch.float32, seed=7)

@@ -21,6 +21,8 @@ from sao_megatron.engine.process import EngineProcess, engine_command, engine_en
 VOCAB = 64
 START_SECONDS = 300
 REQUEST_SECONDS = 120
+QUICK = 0.1
+"""Grace of a server that is not needed any more: told to end, it looks for that every five seconds."""
 
 
 def make_tiny_model(folder: Path | None = None, seed: int = 0):

@@ -267,7 +267,7 @@ async def test_waiting_requests_are_taken_by_priority(engine):
         running = [asyncio.create_task(ask(client, f"filler {i}", 40, 5)) for i in range(64)]  # max_running_requests
         await asyncio.sleep(0.5)
         running += [asyncio.create_task(ask(client, name, 40, priority))
-                    for name, priority in (("evaluation", -2**40), ("young", -900), ("old", -7))]
+                    for name, priority in (("evaluation", -1), ("young", 0), ("old", 3))]
         await asyncio.sleep(0.5)
         await client.resume()
         await asyncio.gather(*running)
@@ -296,34 +296,37 @@ def test_odd_replies_are_refused():
             read_generation(answer(**changes))
 
 
-# If this fails, a run waits its whole start timeout for a server that is dead, and does not say why it died.
-def test_a_server_that_dies_while_starting(tmp_path):
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text('{"architectures": ["NoSuchModel"], "model_type": "no_such_model"}')
-    process = engine_process(tmp_path / "model")
-    process.start(tmp_path / "engine.log")
-    try:
-        with pytest.raises(RunError, match=r"died while starting \(exit code .*no_such_model.*engine\.log"):
-            process.wait_healthy(time.monotonic() + START_SECONDS)
-    finally:
+@pytest.fixture(scope="module")
+def starting(tmp_path_factory):
+    """A server whose model nobody knows and one of which there is a config.json alone, started at the same time."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("unknown", "random")}
+    (folders["unknown"] / "config.json").write_text('{"architectures": ["NoSuchModel"], "model_type": "no_such_model"}')
+    make_tiny_model(folders["random"])
+    (folders["random"] / "model.safetensors").unlink()
+    processes = {name: engine_process(folder) for name, folder in folders.items()}
+    for name, process in processes.items():
+        process.start(folders[name] / "engine.log")
+    yield processes
+    for process in processes.values():
         process.stop()
+
+
+# If this fails, a run waits its whole start timeout for a server that is dead, and does not say why it died.
+def test_a_server_that_dies_while_starting(starting):
+    with pytest.raises(RunError, match=r"died while starting \(exit code .*no_such_model.*engine\.log"):
+        starting["unknown"].wait_healthy(time.monotonic() + START_SECONDS)
 
 
 # If this fails, stopping a run leaves servers behind that hold ports, memory and cores. (config.json alone must serve.)
-async def test_random_weights_and_a_clean_stop(tmp_path):
-    make_tiny_model(tmp_path / "model")
-    (tmp_path / "model" / "model.safetensors").unlink()
-    process = engine_process(tmp_path / "model")
-    process.start(tmp_path / "engine.log")
-    try:
-        process.wait_healthy(time.monotonic() + START_SECONDS)
-        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-        async with EngineClient(process.url, VOCAB, 60) as client:
-            assert await client.model_version() is None
-            with pytest.raises(RunError, match="publish a version first"):
-                await sample(client, [1, 2], 2)
-    finally:
-        process.stop()
+async def test_random_weights_and_a_clean_stop(starting):
+    process = starting["random"]
+    process.wait_healthy(time.monotonic() + START_SECONDS)
+    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    async with EngineClient(process.url, VOCAB, 60) as client:
+        assert await client.model_version() is None
+        with pytest.raises(RunError, match="publish a version first"):
+            await sample(client, [1, 2], 2)
+    process.stop()
     assert len(family) > 1 and process.poll() is not None
     deadline = time.monotonic() + 10  # a killed process takes a moment to go
     while running(family) and time.monotonic() < deadline:

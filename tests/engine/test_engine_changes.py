@@ -6,17 +6,15 @@ each leaves both engines alive with the learner's weights.
 from __future__ import annotations
 
 import asyncio
-import os
 import pickle
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
-from served import START_SECONDS, VOCAB, engine_process, hf_logprobs, make_tiny_model
+from ranks import World
+from served import QUICK, START_SECONDS, VOCAB, engine_process, hf_logprobs, make_tiny_model
 
 from sao_megatron.engine.client import EngineClient
 from sao_megatron.errors import RunError
@@ -40,14 +38,11 @@ class Stand:
         recipe = {"name": "t", "task": {"name": "none"},
                   "model": {"path": str(folder / "model"), "dtype": "float32"}}
         (folder / "config.yaml").write_text(yaml.safe_dump(recipe))
+        self.learner = World(HERE / "command_worker.py", 1, (str(folder), str(folder / "config.yaml")),
+                             folder / "learner.log")
 
     def start(self) -> None:
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
-        with open(self.folder / "learner.log", "w") as log:
-            self.learner = subprocess.Popen(
-                [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1",
-                 str(HERE / "command_worker.py"), str(self.folder), str(self.folder / "config.yaml")],
-                env=environment, stdout=log, stderr=subprocess.STDOUT)
+        self.learner.start()
         for index in range(2):
             self.start_engine(index)
         self.wait_engines()
@@ -74,7 +69,7 @@ class Stand:
     def answer(self, path: Path):
         deadline = time.monotonic() + 240
         while not path.exists():
-            assert self.learner.poll() is None and time.monotonic() < deadline, self.log()[-4000:]
+            assert self.learner.runs and time.monotonic() < deadline, self.log()[-4000:]
             time.sleep(0.02)
         return pickle.loads(path.read_bytes())
 
@@ -90,7 +85,7 @@ class Stand:
         assert self.do(verify=self.version) < 1e-4
 
     def log(self) -> str:
-        return (self.folder / "learner.log").read_text()
+        return self.learner.output()
 
     def client(self, index: int) -> EngineClient:
         return EngineClient(self.urls[index], VOCAB, 60)
@@ -105,11 +100,11 @@ def stand(tmp_path_factory):
         yield stand
         (stand.folder / "command.part").write_bytes(pickle.dumps(None))
         (stand.folder / "command.part").rename(stand.folder / f"{stand.commands}.pkl")
-        assert stand.learner.wait(60) == 0, stand.log()[-4000:]
+        stand.learner.wait(60)
     finally:
         stand.learner.kill()
         for engine in stand.engines:
-            engine.stop()
+            engine.stop(QUICK)
 
 
 # If one fails, engines sample from a model that is not the learner's, and nobody notices: SGLang says success.

@@ -2,15 +2,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import pickle
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from ranks import World
 from served import VOCAB, hf_logprobs
 
 from sao_megatron.trajectory.types import Trajectory, TrajectoryBuilder
@@ -39,11 +37,11 @@ def rollout_logprobs(trajectories: list[Trajectory]) -> np.ndarray:
     return np.concatenate([t.rollout_logprobs[t.action_mask] for t in trajectories])
 
 
-async def read(path: Path, process: subprocess.Popen):
+async def read(path: Path, learner: World):
     """What the learner wrote to `path`."""
     deadline = time.monotonic() + 180
     while not path.exists():
-        assert process.poll() is None, (path.parent / "learner.log").read_text()[-4000:]
+        assert learner.runs, learner.output()[-4000:]
         assert time.monotonic() < deadline, f"the learner did not write {path.name} within 180 s"
         await asyncio.sleep(0.02)
     return pickle.loads(path.read_bytes())
@@ -52,14 +50,8 @@ async def read(path: Path, process: subprocess.Popen):
 @pytest.fixture
 def learner(tmp_path):
     """Two real ranks, waiting for start.pkl in tmp_path."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
-    with open(tmp_path / "learner.log", "w") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-             str(HERE / "publish_worker.py"), str(tmp_path)], env=environment, stdout=log, stderr=subprocess.STDOUT)
-    yield process
-    process.terminate()
-    process.wait(30)
+    with World(HERE / "publish_worker.py", 2, (str(tmp_path),), tmp_path / "learner.log") as world:
+        yield world
 
 
 async def test_publication_from_two_ranks(engine, tmp_path, learner):
@@ -86,7 +78,7 @@ async def test_publication_from_two_ranks(engine, tmp_path, learner):
         (tmp_path / "score.pkl").write_bytes(pickle.dumps(later))
         after = await read(tmp_path / "after.pkl", learner)
         assert np.abs(np.concatenate(after) - rollout_logprobs(later)).max() < 1e-4
-        assert learner.wait(60) == 0
+        learner.wait(60)
 
     from transformers import AutoModelForCausalLM
     new_model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").float().eval()

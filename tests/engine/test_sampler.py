@@ -3,13 +3,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
+from ranks import World
 from served import VOCAB
 
 HERE = Path(__file__).parent
@@ -29,11 +27,8 @@ async def test_sampler_and_engine_are_one_distribution(engine, tmp_path):
                     + [(drawn, 1, 0.5, [])] * 60)
         (tmp_path / "order.json").write_text(json.dumps(dict(
             requests=requests, score=[prompt + answer.tokens for prompt, answer in zip(prompts, theirs, strict=True)])))
-        worker = await asyncio.create_subprocess_exec(
-            sys.executable, str(HERE / "sampler_worker.py"), str(tmp_path), stderr=subprocess.PIPE,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])})
-        _, errors = await worker.communicate()
-        assert worker.returncode == 0, errors.decode()[-3000:]
+        with World(HERE / "sampler_worker.py", 1, (str(tmp_path),), tmp_path / "log") as worker:
+            await asyncio.to_thread(worker.wait, 120)
         result = json.loads((tmp_path / "result.json").read_text())
         for prompt, answer, scores in zip(prompts, theirs, result["scores"], strict=True):
             np.testing.assert_allclose(scores[len(prompt) - 1:], answer.logprobs, atol=1e-4)

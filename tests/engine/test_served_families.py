@@ -15,7 +15,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from served import START_SECONDS, VOCAB, engine_process
+from ranks import World
+from served import QUICK, START_SECONDS, VOCAB, engine_process
 
 from sao_megatron.engine.client import EngineClient
 
@@ -36,27 +37,28 @@ def run(*command: str) -> None:
 def published(tmp_path_factory):
     """The folder with the models, and the URL of the engine of each, to which the learner has published it."""
     folder = tmp_path_factory.mktemp("families")
-    run(str(HERE.parent / "distributed" / "family_models.py"), str(folder), *LAYOUTS)
-    engines = {}
-    for name in LAYOUTS:  # config.json alone: the engine starts with random weights
-        (folder / "begin" / name).mkdir(parents=True)
-        shutil.copy(folder / name / "config.json", folder / "begin" / name)
-        engines[name] = engine_process(folder / "begin" / name)
+    engines = {name: engine_process(folder / "begin" / name) for name in LAYOUTS}
     server = engines["qwen2"]
     server.command = [sys.executable, str(HERE / "forked_servers.py"),
                       json.dumps([engine.command[3:] for engine in engines.values()])]
     server.environment |= {"TORCHDYNAMO_DISABLE": "1"}  # SGLang compiles GLM's router at its first token, for 20 s
     server.start(folder / "engines.log")
     try:
+        run(str(HERE.parent / "distributed" / "family_models.py"), str(folder), *LAYOUTS)
+        for name in LAYOUTS:  # config.json alone: the engine starts with random weights
+            (folder / "begin" / name).mkdir(parents=True)
+            shutil.copy(folder / name / "config.json", folder / "begin" / name / "part")
+            (folder / "begin" / name / "part").rename(folder / "begin" / name / "config.json")
         for engine in engines.values():
             engine.log_path, engine._process = server.log_path, server._process
             engine.wait_healthy(time.monotonic() + START_SECONDS)
         jobs = {name: {"layout": LAYOUTS[name], "url": engine.url} for name, engine in engines.items()}
-        run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-            str(HERE / "served_families_worker.py"), str(folder), json.dumps(jobs))
+        worker = HERE / "served_families_worker.py"
+        with World(worker, 2, (str(folder), json.dumps(jobs)), folder / "ranks.log") as world:
+            world.wait(400)
         yield folder, {name: engine.url for name, engine in engines.items()}
     finally:
-        server.stop()
+        server.stop(QUICK)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -261,17 +261,24 @@ def test_bfcl_failure(folder, tmp_path):
     assert not escaped.exists()
 
 
+CALLED = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "ls", "arguments": {"a": True}}}]}
+
+
 # If this fails, dialogues need services that were not asked for, or a model without a template of calls cannot be used.
 def test_bfcl_of_some_services_with_another_template(tmp_path):
     plain = chat_folder.save(tmp_path, "forgetful")
     template = ROOT / "configs" / "chatml-tools.jinja"
     task = load_task("bfcl", {"services": ["MathAPI", "GorillaFileSystem"], "held_out": 3,
+                              "examples": [{"role": "user", "content": "Which files are here?"}, CALLED],
                               "chat_template": str(template)}, plain, Pool(Limits(), 1, 1, 0, []))
     rows = [task.prompt(index).data for index in range(30)]
     assert {service for row in rows for service in row["involved_classes"]} == {"MathAPI", "GorillaFileSystem"}
     assert len({row["id"] for row in rows}) == 13 + 12 - 3
     chat = task.environment(task.prompt(0)).chat
-    assert "grep(file_name: string, pattern: string) Search" in task.template.decode(chat.prompt())
+    prompt = task.template.decode(chat.prompt())
+    assert "grep(file_name: string, pattern: string) Search" in prompt
+    question = chat.messages[-1]["content"]
+    assert prompt.index("Which files are here?") < prompt.index('"name": "ls"') < prompt.index(question)
     with pytest.raises(UserError, match="chat_template nowhere.jinja does not exist"):
         load_task("bfcl", {"chat_template": "nowhere.jinja"}, plain)
 

@@ -26,7 +26,7 @@ async def served(fault: str | None, version: int = 1):
     runner = web.AppRunner(stub_engine.application(stub_engine.parse(arguments)), shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", port).start()
-    async with EngineClient(f"http://127.0.0.1:{port}", 64, timeout=0.5) as client:
+    async with EngineClient(f"http://127.0.0.1:{port}", 64, timeout=0.2) as client:
         yield client
     await runner.cleanup()
 

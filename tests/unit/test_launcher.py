@@ -1,173 +1,27 @@
-"""The supervisor and the watch over real child processes: nothing outlives a run, and a failure names its cause."""
+"""The watch over real child processes, and what a run is refused for."""
 import json
-import os
-import signal
-import subprocess
-import sys
-import textwrap
-import time
+from contextlib import nullcontext
 from pathlib import Path
 
-import psutil
 import pytest
+from children import SLEEP, alive, python
 
 from sao_megatron import config as run_config
 from sao_megatron import launcher
-from sao_megatron.blame import last_words
+from sao_megatron import watch as watches
 from sao_megatron.engine.process import engine_command, free_port
 from sao_megatron.errors import RunError, Unfinished, UserError
 from sao_megatron.placement.plan import OneMachine, Plan
 from sao_megatron.sandbox_watch import MOST_RESTARTS
-from sao_megatron.supervisor import ProcessSpec, Supervisor
+from sao_megatron.supervisor import Supervisor
 from sao_megatron.telemetry.progress import Progress
 from sao_megatron.trajectory.store import Store
 from sao_megatron.watch import Watch
 
-DEADLINE = 30.0
 
-SLEEP = "import time; time.sleep(600)"
-FAMILY = """
-import subprocess, sys, time
-subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-print("ready", flush=True)
-time.sleep(600)
-"""
-DEAF = """
-import signal, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-print("ready", flush=True)
-time.sleep(600)
-"""
-
-
-def python(name: str, code: str, *arguments: object) -> ProcessSpec:
-    return ProcessSpec(name, [sys.executable, "-c", code, *map(str, arguments)])
-
-
-def until(condition, what: str) -> None:
-    deadline = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {DEADLINE:.0f} s for {what}"
-        time.sleep(0.02)
-
-
-def wait_ready(supervisor: Supervisor, name: str) -> None:
-    until(lambda: b"ready" in supervisor.log_path(name).read_bytes(), f"{name} to be ready")
-
-
-def alive(pids) -> list[int]:
-    return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
-
-
-@pytest.fixture
-def descendants():
-    """descendants(): processes that this test has started; the session may have an engine of its own."""
-    def pids() -> set[int]:
-        return {process.pid for process in psutil.Process().children(recursive=True)}
-    before = pids()
-    return lambda: sorted(pids() - before)
-
-
-# If this fails, an engine's own subprocesses keep running, and keep the GPU, after the run has ended.
-def test_stop_ends_children_and_grandchildren(tmp_path, descendants):
-    with Supervisor(tmp_path) as supervisor:
-        supervisor.start([python("family", FAMILY)])
-        wait_ready(supervisor, "family")
-        pids = descendants()
-        assert len(pids) == 2
-    assert not alive(pids)
-
-
-# If this fails, what a crashed process had started is left behind: its parent can no longer be asked for it.
-def test_stop_ends_what_a_dead_child_started(tmp_path, descendants):
-    with Supervisor(tmp_path) as supervisor:
-        supervisor.start([python("family", FAMILY)])
-        wait_ready(supervisor, "family")
-        pids = descendants()
-        (leader,) = [process.pid for process in psutil.Process().children() if process.pid in pids]
-        os.kill(leader, signal.SIGKILL)
-        until(supervisor.poll, "the leader to end")
-        assert supervisor.poll() == {"family": -signal.SIGKILL}
-        assert len(alive(pids)) == 1
-    assert not alive(pids)
-
-
-# If this fails, a process that ignores SIGTERM hangs the end of the run.
-def test_stop_kills_after_the_grace(tmp_path, descendants):
-    with Supervisor(tmp_path, grace=0.3) as supervisor:
-        supervisor.start([python("deaf", DEAF)])
-        wait_ready(supervisor, "deaf")
-        pids = descendants()
-    assert not alive(pids)
-
-
-# If one fails, Ctrl-C or a terminated launcher (even a killed one) leaves processes behind, deaf to SIGTERM though they
-# may be, or hides why it ended.
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
-def test_signals_to_the_launcher(tmp_path, number, code):
-    script = textwrap.dedent(f"""
-        import sys, time
-        from pathlib import Path
-        from sao_megatron.supervisor import ProcessSpec, Supervisor
-        try:
-            with Supervisor(Path({str(tmp_path)!r}), grace=1.0) as supervisor:
-                supervisor.start([ProcessSpec(name, [sys.executable, "-c", code]) for name, code in
-                                  (("one", {SLEEP!r}), ("deaf", {DEAF!r}))])
-                print("started", flush=True)
-                while True:
-                    supervisor.poll()
-                    time.sleep(0.05)
-        except KeyboardInterrupt:
-            sys.exit(130)
-        """)
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline() == "started\n"
-        pids = [child.pid for child in psutil.Process(process.pid).children()]
-        assert len(pids) == 2
-        until(lambda: b"ready" in (tmp_path / "deaf.log").read_bytes(), "the deaf one to be ready")
-        process.send_signal(number)
-        assert process.wait(DEADLINE) == code
-        until(lambda: not alive(pids), "the children to end")
-
-
-# If this fails, a failed run says only that something failed.
-def test_failure_names_process_code_reason_and_log(tmp_path):
-    with Supervisor(tmp_path) as supervisor:
-        supervisor.start([python("learner-0", "print('step 3'); raise ValueError('no such tensor')")])
-        until(supervisor.poll, "the child to end")
-        message = str(supervisor.failure(["learner-0"]))
-    first = message.splitlines()[0]
-    assert first.startswith("learner-0 ended unexpectedly with exit code 1: ValueError: no such tensor; its log is ")
-    assert first.endswith("learner-0.log")
-    assert "ValueError" in message.splitlines()[-1]
-
-
-# If this fails, the blame falls on a process that died of another's death.
-def test_failure_blames_the_first_to_die(tmp_path):
-    with Supervisor(tmp_path) as supervisor:
-        supervisor.start([python("learner-1", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")])
-        until(supervisor.poll, "learner-1 to end")
-        supervisor.start([python("learner-0", "raise ConnectionError('peer closed')")])
-        until(lambda: len(supervisor.poll()) == 2, "learner-0 to end")
-        message = str(supervisor.failure(["learner-0", "learner-1"]))
-    assert message.startswith("learner-1 ended unexpectedly with signal SIGKILL (then also learner-0): "
-                              "its log is empty")
-
-
-# If one fails, the reason that a log holds is not the one that is shown.
-@pytest.mark.parametrize(("log", "reason"), [
-    ("a\nsao-megatron: store x is locked\n", "store x is locked"),
-    ("[t] Scheduler hit an exception: Traceback (most recent call last):\n  File \"a\", line 1\n    f()\n"
-     "KeyError: 'x'\n\n[t] SIGQUIT received\n", "KeyError: 'x'"),
-    ("Traceback (most recent call last):\n  f()\nA: 1\nDuring handling of the above exception, another exception "
-     "occurred:\nTraceback (most recent call last):\n  g()\nB: 2\n", "B: 2"),
-    ("one\ntwo\n", "two"),
-    ("Traceback (most recent call last):\n  f(", "f("),
-    ("", "its log is empty"),
-])
-def test_last_words(tmp_path, log, reason):
-    (tmp_path / "x.log").write_text(log)
-    assert last_words(tmp_path / "x.log")[0] == reason
+@pytest.fixture(autouse=True)
+def quick_polls(monkeypatch):
+    monkeypatch.setattr(watches, "POLL_SECONDS", 0.05)
 
 
 @pytest.fixture
@@ -190,15 +44,19 @@ while not store.get_state("finished", False):
 """
 
 
-def watch(config, tmp_path: Path, learner: str, controller: str, engine: str = SLEEP) -> None:
-    """Watch three small programs in the places of a run's processes."""
-    path = tmp_path / "store.sqlite"
-    plan = Plan([python("engine-0", engine)], python("controller", controller, path),
-                [python("learner-0", learner, path)], ["http://127.0.0.1:9"])
-    with Store(path) as store, Supervisor(tmp_path / "logs") as supervisor:
+def follow(config, tmp_path: Path, plan: Plan) -> None:
+    """Start what is planned, over the store at tmp_path / store.sqlite, and watch it to its end."""
+    with Store(tmp_path / "store.sqlite") as store, Supervisor(tmp_path / "logs") as supervisor:
         watching = Watch(config, OneMachine(plan, tmp_path / "logs"), store, supervisor, Progress(2))
         watching.start()
         watching.until_done()
+
+
+def watch(config, tmp_path: Path, learner: str, controller: str, engine: str = SLEEP) -> None:
+    """Watch three small programs in the places of a run's processes."""
+    path = tmp_path / "store.sqlite"
+    follow(config, tmp_path, Plan([python("engine-0", engine)], python("controller", controller, path),
+                                  [python("learner-0", learner, path)], ["http://127.0.0.1:9"]))
 
 
 # If this fails, a run that is done never ends, or ends as failed.
@@ -255,7 +113,7 @@ class Health(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         if len(lives.readlines()) < int(sys.argv[3]):
             lives.seek(0)
-            threading.Thread(target=lambda: (time.sleep(1.5), __import__("os")._exit(3))).start()
+            threading.Thread(target=lambda: (time.sleep(0.3), __import__("os")._exit(3))).start()
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[2])), Health).serve_forever()
 """
 OUTLIVE = """
@@ -275,15 +133,9 @@ def test_watch_starts_an_engine_again(config, tmp_path, restarts, ends, capsys):
     store_path, lives, port = tmp_path / "store.sqlite", tmp_path / "lives", free_port()
     lives.touch()
     plan = Plan([python("engine-0", MORTAL, lives, port, 3)], python("controller", FOLLOW, store_path),
-                         [python("learner-0", OUTLIVE, store_path, lives, 3)], [f"http://127.0.0.1:{port}"])
-    with Store(store_path) as store, Supervisor(tmp_path / "logs") as supervisor:
-        watched = Watch(config, OneMachine(plan, tmp_path / "logs"), store, supervisor, Progress(2))
-        watched.start()
-        if ends:
-            watched.until_done()
-        else:
-            with pytest.raises(RunError, match="engine-0 ended unexpectedly with exit code 3"):
-                watched.until_done()
+                [python("learner-0", OUTLIVE, store_path, lives, 3)], [f"http://127.0.0.1:{port}"])
+    with nullcontext() if ends else pytest.raises(RunError, match="engine-0 ended unexpectedly with exit code 3"):
+        follow(config, tmp_path, plan)
     assert lives.read_text().count("life") == 1 + restarts
     assert f"is started again ({restarts} of engine.restarts={restarts})" in "".join(capsys.readouterr())
 
@@ -300,14 +152,9 @@ def test_watch_starts_a_sandbox_server_again(config, tmp_path, deaths, ends, cap
                 sandboxes=[python("sandbox-0", server, lives, deaths)])
     if not ends:
         plan.learners[0] = python("learner-0", SLEEP)
-    with Store(store_path) as store, Supervisor(tmp_path / "logs") as supervisor:
-        watched = Watch(config, OneMachine(plan, tmp_path / "logs"), store, supervisor, Progress(2))
-        watched.start()
-        if ends:
-            watched.until_done()
-        else:
-            with pytest.raises(RunError, match="sandbox-0 ended unexpectedly with exit code 1: cannot isolate"):
-                watched.until_done()
+    sentence = "sandbox-0 ended unexpectedly with exit code 1: cannot isolate"
+    with nullcontext() if ends else pytest.raises(RunError, match=sentence):
+        follow(config, tmp_path, plan)
     assert lives.read_text().count("life") == (3 if ends else 1 + MOST_RESTARTS)
     assert f"is started again ({2 if ends else MOST_RESTARTS} of {MOST_RESTARTS})" in "".join(capsys.readouterr())
 

@@ -46,6 +46,21 @@ def test_a_prompt_that_always_fails_is_quarantined(tmp_path):
     assert store.counts()["trained"] == 180
 
 
+# If this fails, old episodes wait behind young ones at a busy engine, or an engine's metrics grow with every episode.
+def test_priority_is_an_age(tmp_path):
+    class Asked(FakeEngine):
+        def __init__(self, policy):
+            super().__init__(policy)
+            self.priorities = []
+
+        async def generate(self, input_ids, *, priority, **sampling):
+            self.priorities.append(priority)
+            return await super().generate(input_ids, **sampling)
+    engine = Asked(binary_search)
+    train(tmp_path / "store.db", GuessNumber(), engine, steps=40, rollout=dict(concurrency=40))
+    assert {0, 1, 2} < set(engine.priorities) < set(range(16))
+
+
 # If this fails, a controller that starts again ends, since an engine that did so too has no weights yet.
 def test_an_engine_without_weights_is_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr(pools, "LOOK_SECONDS", 0.01)

@@ -134,6 +134,7 @@ def measure(size: str, steps: int, folder: Path) -> dict:
         writer._draw()
         drawing = clock() - middle
         reporter.close()
+    parts.on = True  # what it left out must be there for the next size
     found = {part: statistics.median(values) for part, values in by_part.items()}
     base = statistics.median(seconds[False])
     waited, beside = (sum(found[part] for part in names) / base for names in (WAITED, BESIDE))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sao_megatron.errors import UserError
-from sao_megatron.rollout.chat import Chat, Message
+from sao_megatron.rollout.chat import Chat, Message, normal
 from sao_megatron.rollout.tasks.base import Prompt, Step
 from sao_megatron.rollout.tasks.chat_task import ChatTask, next_turn
 from sao_megatron.rollout.tasks.sources import PromptSource, read_rows
@@ -52,17 +52,17 @@ class Bfcl(ChatTask):
 
     `category` is base, miss_param (the person forgets to say something at first), miss_func (functions are missing at
     first; where they come, the prompt is a new segment) or long_context: 200 dialogues each, of which `held_out` are
-    for evaluation; with `services` (GorillaFileSystem, MathAPI, MessageAPI, TicketAPI,
-    TradingBot, TravelAPI, TwitterAPI, VehicleControlAPI) those that need no others. The prompt holds the tools'
-    descriptions: 3,000 to 10,000 tokens.
+    for evaluation; with `services` (GorillaFileSystem, MathAPI, MessageAPI, TicketAPI, TradingBot, TravelAPI,
+    TwitterAPI, VehicleControlAPI) those that need no others. The prompt holds the tools' descriptions: 3,000 to 10,000
+    tokens. `examples` are messages of fulfilled requests, in OpenAI's form with tool_calls, that come before the first.
     """
 
     replayable = True
 
     def __init__(self, model_dir: str | Path | None, sandbox: Sandbox | None,
                  category: Literal["base", "miss_param", "miss_func", "long_context"] = "base", held_out: int = 40,
-                 seed: int = 0, services: list[str] | None = None, tool_parser: str | None = None,
-                 chat_template: str | None = None):
+                 seed: int = 0, services: list[str] | None = None, examples: list[Message] | None = None,
+                 tool_parser: str | None = None, chat_template: str | None = None):
         if category not in CATEGORIES:
             raise ValueError(f"category={category!r}: expected one of {', '.join(CATEGORIES)}")
         super().__init__(model_dir, tool_parser, chat_template)
@@ -73,6 +73,7 @@ class Bfcl(ChatTask):
                   if services is None or set(row["involved_classes"]) <= set(services)]
         self.source = PromptSource(chosen, [], seed, held_out)
         self.solutions = _solutions(category)
+        self.examples = [normal(message) for message in examples or []]
         self.max_turns = 10 * CALLS_A_TURN
 
     def prompt(self, index: int) -> Prompt:
@@ -93,7 +94,7 @@ class _Dialogue:
         self.task, self.row, self.solution = task, row, solution
         self.request, self.turns = 0, 0
         self.missing = {int(request): names for request, names in row.get("missed_function", {}).items()}
-        self.chat = Chat(task.template, self._question(), self._tools())
+        self.chat = Chat(task.template, [*task.examples, *self._question()], self._tools())
         self.session: Session | None = None
 
     def _tools(self) -> list[dict[str, Any]]:

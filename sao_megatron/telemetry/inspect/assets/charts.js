@@ -35,7 +35,7 @@ function lineChart({ title, unit, series, include = [], form = shown, pick }) {
     "svg",
     { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": `${title}, ${unit}` },
     yAxis(y, ys, LEFT, RIGHT, 4, form),
-    xAxis(x, marks, BOTTOM, "optimizer step", RIGHT),
+    xAxis(x, marks, BOTTOM, "learner step", RIGHT),
     ...series.map((one) =>
       svg("path", {
         class: one.mark,

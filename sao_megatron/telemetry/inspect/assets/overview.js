@@ -129,7 +129,7 @@ function lagCharts({ runs, fates }) {
     }),
     barChart({
       ...lag,
-      title: "Effective sample size by lag",
+      title: "ESS by lag",
       unit: "share of action tokens",
       series: both("effective_sample_size", "ESS"),
       include: [0, 1],
@@ -162,7 +162,8 @@ function lagCharts({ runs, fates }) {
 }
 
 function tiles(run, other) {
-  const brief = (value) => shown(value === null ? null : Number(value.toPrecision(3)));
+  // Three digits, and none behind the fourth decimal place: smaller is nothing here.
+  const brief = (value) => shown(value === null ? null : Number(Number(value.toPrecision(3)).toFixed(4)));
   const late = (one, metric) => {
     const values = one.series[metric].filter((value) => value !== null);
     const last = values.slice(-Math.max(1, Math.ceil(values.length / 10)));
@@ -171,7 +172,7 @@ function tiles(run, other) {
   const dropped = (one) => late(one, "mask/dropped_low") + late(one, "mask/dropped_high");
   const all = [
     ["reward", (one) => brief(late(one, "reward/mean"))],
-    ["dropped", (one) => percent(dropped(one))],
+    ["dropped", (one) => percent(Number(dropped(one).toFixed(4)))],
     ["effective sample size", (one) => brief(late(one, "mask/effective_sample_size"))],
     ["discarded mass m", (one) => brief(late(one, "mask/discarded_mass"))],
     ["lag, versions", (one) => brief(late(one, "lag/mean"))],
