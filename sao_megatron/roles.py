@@ -77,7 +77,7 @@ async def _beside(others: list[subprocess.Popen], own: Coroutine) -> None:
 
 async def _control(folder: RunFolder, config: RunConfig, store, index: int) -> None:
     from sao_megatron.engine.client import EngineClient
-    from sao_megatron.rollout.controller import run_controller
+    from sao_megatron.rollout.controller import collect_rarely, run_controller
     from sao_megatron.rollout.engine_metrics import watch_engines
     from sao_megatron.rollout.evaluate import evaluation_sets
     # Read directly: weights.hf would import torch, which this process does without.
@@ -101,6 +101,7 @@ async def _control(folder: RunFolder, config: RunConfig, store, index: int) -> N
             sets = evaluation_sets(config, task, folder.model_dir(config), sandbox)
             if index == 0:
                 looking.append(asyncio.create_task(watch_engines(listed, store, folder.gpus_dir)))
+            collect_rarely()
             await run_controller(config, task, store, listed(), index=index, sets=sets, find_clients=listed)
     finally:
         for watching in looking:

@@ -8,6 +8,7 @@ continues at the next prompts. Several controllers share one store: each deals t
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import time
 from collections.abc import Callable
@@ -63,6 +64,15 @@ async def run_controller(config: RunConfig, task: Task, store: Store, clients: l
     finally:
         await controller.evaluations.stop()
         pool.close()
+
+
+def collect_rarely() -> None:
+    """For the whole process: have Python's collector of cycles look at everything only once in five million objects,
+    and at what is there now never. It looks at every token of every episode in flight: 0.05 s for 100 episodes of
+    32,000 tokens, and so seconds, in which nothing else happens, for a fleet's."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 50)
 
 
 class _Controller:

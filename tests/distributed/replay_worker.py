@@ -92,9 +92,8 @@ def one_process(model_dir: Path, parallel, trajectories: list) -> dict:
 
 def held_together(learner: Trainer, trajectories: list) -> int:
     """Recorded choices (of one layer, of one token) that all ranks together hold after the routing was dealt."""
-    batches = learner._on_device(local_micro_batches(trajectories, learner.config), trajectories)
-    layers = len(learner.replay.layers)
-    held = torch.tensor(sum(int(batch.routing.recorded.sum()) * layers for batch in batches))
+    shares = learner.replay.deal(local_micro_batches(trajectories, learner.config), trajectories)
+    held = torch.tensor(sum(int(share.recorded.sum()) for share in shares) * len(learner.replay.layers))
     dist.all_reduce(held)
     return int(held)
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from sao_megatron import config as recipes
 from sao_megatron.engine.client import EngineClient
 from sao_megatron.engine.process import free_port
-from sao_megatron.rollout.controller import run_controller
+from sao_megatron.rollout.controller import collect_rarely, run_controller
 from sao_megatron.rollout.tasks.base import Prompt, Step
 from sao_megatron.trajectory.store import Store
 
@@ -70,6 +70,8 @@ def control(folder: Path, config: recipes.RunConfig, urls: list[str], index: int
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[index % len(cores)]})
     task, measured = Turns(options.turns, options.prompt), {}
+
+    collect_rarely()
 
     async def run() -> None:
         clients = [EngineClient(url, VOCAB, 120) for url in urls]

@@ -2,7 +2,8 @@
 
 A CPU engine samples in bfloat16 from a random Qwen3-MoE and records its routing; learners in float32 and in bfloat16,
 with the same weights, score what it sampled, with their own routing and with the engine's. The first table is the
-difference of log-probs (nats a token), the second what a recorded token costs on its way, at the shapes of real models.
+difference of log-probs (nats a token), the second what a recorded token costs on its way, at the shapes of real models,
+and the last line how long a batch's routing takes from rank 0 to its data parallel ranks.
 """
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import argparse
 import asyncio
 import base64
 import json
+import multiprocessing
 import os
 import tempfile
 import time
@@ -18,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import orjson
 import torch
 import torch.distributed as dist
 
@@ -26,7 +29,10 @@ from sao_megatron.engine.client import EngineClient
 from sao_megatron.engine.process import EngineProcess, engine_command, engine_environment, free_port
 from sao_megatron.engine.reply import read_generation
 from sao_megatron.learner import runtime
+from sao_megatron.learner.routing_shares import deal
 from sao_megatron.learner.trainer import Trainer
+from sao_megatron.trajectory.packing import micro_batches
+from sao_megatron.trajectory.routing import Routing
 from sao_megatron.trajectory.types import Trajectory, TrajectoryBuilder, encode
 from sao_megatron.weights import hf
 from sao_megatron.weights.shards import save_hf
@@ -120,8 +126,8 @@ def cost(name: str, tokens: int = 8192) -> dict[str, str | float]:
     reply = {"output_ids": [1], "meta_info": {
         "finish_reason": {"type": "length"}, "output_token_logprobs": [[-1.0, 1, None]], "prompt_tokens": tokens,
         "weight_versions": [{"version": "0", "start": 0, "end": 1}], "num_retractions": 0, "routed_experts": wire}}
-    text = json.dumps(reply)
-    read, answer = fastest(lambda: read_generation(json.loads(text), 0))
+    text = orjson.dumps(reply)
+    read, answer = fastest(lambda: read_generation(orjson.loads(text), 0))
     builder = TrajectoryBuilder([1] * tokens, "p", "t", record_routing=True)
     builder.add_action(answer.tokens, answer.logprobs, answer.versions, answer.routing)
     built = builder.build()
@@ -129,6 +135,41 @@ def cost(name: str, tokens: int = 8192) -> dict[str, str | float]:
     return dict(model=name, wire_bytes=len(wire) / tokens, store_bytes=len(blob) / tokens,
                 store_bytes_without=len(encode(replace(built, routing=None))) / tokens,
                 read_us=1e6 * read / tokens, encode_us=1e6 * encoding / tokens)
+
+
+def share_of_a_batch(rank: int, ranks: int, port: int, told) -> None:
+    """One of `ranks` data parallel ranks; tells (seconds of dealing, MB that it received, MB of the whole)."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo")
+    (layers, k, experts), length = SHAPES["Qwen3-30B-A3B"], 16384
+    routing = Routing(np.random.default_rng(0).integers(0, experts, (length, layers * k), np.uint8),
+                      np.ones(length, bool)) if rank == 0 else None
+    action = np.arange(length) > 0
+    batch = [Trajectory(tokens=np.ones(length), action_mask=action, rollout_logprobs=np.where(action, -1.0, np.nan),
+                        versions=action - 1, turns=np.zeros(length), rewards=np.zeros(length), prompt_id="p", task="t",
+                        id=str(number), routing=routing) for number in range(16)]
+    shares = micro_batches(batch, ranks, rank, token_budget=length)
+
+    def once() -> list[Routing | None]:
+        dist.barrier()
+        return deal(batch, shares, [share.origin for share in shares], slice(0, layers * k), (layers, k))
+    seconds, mine = fastest(once, times=3)
+    told.put((seconds, sum(one.experts.nbytes + one.recorded.nbytes for one in mine) / 1e6,
+              len(batch) * length * (layers * k + 1) / 1e6))
+    dist.destroy_process_group()
+
+
+def dealing(ranks: int) -> dict[str, float]:
+    spawn = multiprocessing.get_context("spawn")
+    told, port = spawn.Queue(), free_port()
+    processes = [spawn.Process(target=share_of_a_batch, args=(rank, ranks, port, told)) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    found = [told.get(timeout=120) for _ in processes]
+    for process in processes:
+        process.join()
+    seconds, received, whole = (max(column) for column in zip(*found, strict=True))
+    return {"ranks": ranks, "seconds": seconds, "received_mb": received, "batch_mb": whole}
 
 
 def fastest[T](work: Callable[[], T], times: int = 7) -> tuple[float, T]:
@@ -145,6 +186,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trajectories", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=128, help="sampled in each")
+    parser.add_argument("--ranks", type=int, default=2, help="data parallel ranks that a batch's routing is dealt to")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
@@ -167,9 +209,12 @@ def main() -> None:
         print(f"{row['model']:14} {row['wire_bytes']:.0f} B a token in the reply, {row['store_bytes']:.0f} in the "
               f"store ({row['store_bytes_without']:.0f} without); {row['read_us']:.1f} µs to read, "
               f"{row['encode_us']:.1f} µs to encode")
+    dealt = dealing(options.ranks)
+    print(f"{dealt['batch_mb']:.0f} MB of routing dealt to {dealt['ranks']} data parallel ranks in "
+          f"{dealt['seconds']:.2f} s; each gets {dealt['received_mb']:.0f} MB")
     shares = {row["learner"]: row["mean"] / free["mean"] for free, row in zip(rows[::2], rows[1::2], strict=True)}
     if options.json:
-        options.json.write_text(json.dumps(dict(rows=rows, costs=costs, share_of_free=shares, aim=AIM,
+        options.json.write_text(json.dumps(dict(rows=rows, costs=costs, dealt=dealt, share_of_free=shares, aim=AIM,
                                                 met=max(shares.values()) <= AIM), indent=1))
 
 

@@ -1,0 +1,129 @@
+"""What a publication costs the requests that run meanwhile, in each mode: `python tools/benchmark/pauses.py`.
+
+A real engine samples long turns while a learner publishes its weights to it, over and over. "Paused" is how long the
+engine stood still, as the metric publication/paused has it (the median); "lost" is how much longer all turns took than
+without publications, for each of them: the pause, and what the mode makes the engine compute again afterwards.
+"""
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+from publish import model_config
+
+from sao_megatron import config as recipes
+from sao_megatron.engine.client import EngineClient
+from sao_megatron.engine.process import EngineProcess, engine_command, engine_environment, free_port
+from sao_megatron.learner import runtime
+from sao_megatron.learner.trainer import Trainer
+from sao_megatron.rollout.episode import EpisodeSettings
+from sao_megatron.rollout.pool import EnginePool
+from sao_megatron.rollout.sampling import sample_turn
+from sao_megatron.trajectory.types import TrajectoryBuilder
+from sao_megatron.weights import hf
+from sao_megatron.weights.publisher import Publisher
+
+MODES = ("retract", "in_place", "abort")
+
+
+class Turns(threading.Thread):
+    """Samples all turns at once; `seconds` afterwards."""
+
+    def __init__(self, url: str, vocab: int, options):
+        super().__init__()
+        self.url, self.vocab, self.options = url, vocab, options
+        self.seconds = 0.0
+
+    def run(self) -> None:
+        asyncio.run(self._sample())
+
+    async def _sample(self) -> None:
+        settings = EpisodeSettings(temperature=1.0, max_new_tokens=self.options.tokens, max_tokens=10**6,
+                                   environment_retries=0, request_timeout=600)
+        async with EngineClient(self.url, self.vocab, 600) as client:
+            pool, begin = EnginePool([client], patience=600), time.monotonic()
+
+            async def one(number: int) -> None:
+                builder = TrajectoryBuilder([3 + number] * self.options.prompt, "p", "t")
+                with pool.seat() as seat:
+                    await sample_turn(seat, builder, self.options.tokens, [], settings)
+            await asyncio.gather(*(one(number) for number in range(self.options.requests)))
+            self.seconds = time.monotonic() - begin
+
+
+def measure(options, folder: Path) -> list[dict]:
+    (folder / "config.json").write_text(json.dumps(
+        model_config(options) | {"max_position_embeddings": options.prompt + options.tokens + 8}))
+    config = recipes.parse({
+        "name": "benchmark", "task": {"name": "none"}, "model": {"path": str(folder), "dtype": "float32"},
+        "engine": {"max_running_requests": options.requests,
+                   "max_total_tokens": 2 * options.requests * (options.prompt + options.tokens)}})
+    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    runtime.initialize(config.parallel, seed=0)
+    hf_config = hf.read_config(folder)
+    trainer, port = Trainer(config, hf_config, hf.FreshTensors(0, 0.02)), free_port()
+    engine = EngineProcess(engine_command(config, folder, port, gpu=False), engine_environment(gpu=False),
+                           f"http://127.0.0.1:{port}")
+    engine.start(folder / "engine.log")
+    rows, version, alone = [], 0, 0.0
+    try:
+        engine.wait_healthy(time.monotonic() + 600)
+        for mode in MODES:
+            section = config.publication.model_copy(update={"mode": mode, "verify_every": 0})
+            publisher = Publisher(trainer.policy_shards, lambda: [engine.url], 1, hf_config["vocab_size"], section,
+                                  runtime.backend(), 600.0, folder / "publication", folder)
+            version += 1
+            publisher.publish(version)  # forms the group
+            for count in (0, options.publications) if not rows else (options.publications,):
+                turns = Turns(engine.url, hf_config["vocab_size"], options)
+                turns.start()
+                pauses = []
+                for _ in range(count):
+                    time.sleep(options.between)
+                    version += 1
+                    publisher.publish(version)
+                    pauses.append(publisher.paused)
+                assert turns.is_alive() or not count, "all turns ended before the last publication: ask for more tokens"
+                turns.join()
+                alone = alone or turns.seconds
+            rows.append({"mode": mode, "paused_s": statistics.median(pauses),
+                         "lost_s": (turns.seconds - alone) / options.publications, "turns_s": turns.seconds,
+                         "alone_s": alone})
+            publisher.close()
+    finally:
+        engine.stop()
+        dist.destroy_process_group()
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--requests", type=int, default=16, help="turns at a time")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of each context")
+    parser.add_argument("--tokens", type=int, default=512, help="sampled in each turn")
+    parser.add_argument("--publications", type=int, default=5)
+    parser.add_argument("--between", type=float, default=1.0, help="seconds between two of them")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--experts", type=int, default=8)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        rows = measure(options, Path(name))
+    print(f"{options.requests} turns of {options.tokens} tokens took {rows[0]['alone_s']:.1f} s without publications")
+    for row in rows:
+        print(f"{row['mode']:9} paused {row['paused_s']:.3f} s, lost {row['lost_s']:.3f} s a publication")
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
