@@ -6,7 +6,7 @@ SHELL := /bin/bash
 
 help:
 	@echo "make demo       train the demo recipe on this machine (CPU is enough)"
-	@echo "make test       all tests; make test-fast: the unit tests only (seconds)"
+	@echo "make test       all tests; make test-fast: the quick unit tests only (under a minute)"
 	@echo "make lint       ruff, shellcheck"
 	@echo "make clean      remove .venv, caches and build outputs (runs/ is kept)"
 
@@ -27,7 +27,7 @@ test: setup
 	@$(PYTHON) -m pytest tests
 
 test-fast: setup
-	@$(PYTHON) -m pytest -q tests/unit
+	@$(PYTHON) -m pytest -q tests/unit -m "not slow"
 
 lint: setup
 	@$(PYTHON) -m ruff check .

@@ -2,8 +2,8 @@
 
 SGLang 0.5.23 can compute on a CPU, but its imports assume packages that a plain CPU install lacks. Before
 SGLang is imported this module puts empty stand-ins in their place (only where the real package is missing),
-and afterwards it replaces one hard-wired choice. Nothing that computes is changed. The upstream gaps are
-named at the functions that fill them.
+and afterwards it replaces hard-wired choices. Nothing that computes is changed. The upstream gaps are named at
+the functions that fill them.
 """
 from __future__ import annotations
 
@@ -84,6 +84,16 @@ def _keep_routed_experts_in_plain_memory() -> None:
     ALLOC_MEMORY_FUNCS["cpu"] = lambda dims, dtype, **_: torch.empty(dims, dtype=dtype)
 
 
+def _attend_to_latents() -> None:
+    """Upstream gap: torch_native has no handler for multi-latent attention and gets triton's, which expands a prompt's
+    latents into keys and values (`sglang.srt.models.deepseek_common.attention_backend_handler`). But torch_native takes
+    keys and values from the cache, where the latents are. So it attends to the latents in prompts as in decoding."""
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+
+    AttentionBackendRegistry.register("torch_native", lambda _attention, _batch: AttnForwardMethod.MLA)
+
+
 def prepare() -> None:
     """Import SGLang so that it runs here."""
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
@@ -96,6 +106,7 @@ def prepare() -> None:
     import sglang.launch_server  # noqa: F401
     _keep_routed_experts_in_plain_memory()
     _start_children_by_fork()
+    _attend_to_latents()
 
 
 def serve(arguments: list[str]) -> None:

@@ -119,10 +119,11 @@ def read_checksums(reply: dict) -> dict[str, str]:
 
 
 def read_metrics(reply: str) -> dict[str, float]:
-    """The numbers of METRICS in Prometheus' text form; raises like `read_generation`."""
+    """The numbers of METRICS in Prometheus' text form; raises like `read_generation`. Of requests there is a series for
+    all, with no priority, and one for each priority, which would count them twice."""
     found = {}
     for name, (theirs, combine) in METRICS.items():
-        if values := re.findall(rf"^{theirs}(?:\{{.*\}})? (\S+)$", reply, re.MULTILINE):
+        if values := re.findall(rf'^{theirs}(?:\{{(?!.*priority="[^"]).*\}})? (\S+)$', reply, re.MULTILINE):
             found[name] = combine(map(float, values))
     return found
 

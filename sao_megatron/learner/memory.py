@@ -56,7 +56,7 @@ class Estimate:
 
     @property
     def saved(self) -> float:
-        """What of it goes into a checkpoint."""
+        """What the rank copies to main memory for a checkpoint."""
         return sum(size for name, size in self.rows.items() if name.endswith((" parameters", " optimizer")))
 
 
@@ -134,8 +134,10 @@ def learner(config: RunConfig, hf: dict) -> Estimate:
 
 
 def checkpoint(config: RunConfig, hf: dict) -> float:
-    """GiB of one checkpoint's files, to which every parameter and its optimizer's state goes once."""
-    return learner(config.model_copy(update={"parallel": ParallelSection()}), hf).saved
+    """GiB of one checkpoint: every parameter once, and of those that train float32 copy and two moments."""
+    rows = learner(config.model_copy(update={"parallel": ParallelSection()}), hf).rows
+    return sum(size * (3 if name.endswith(" gradients") else 1) for name, size in rows.items()
+               if name.endswith((" parameters", " gradients")))
 
 
 def _stage(config: RunConfig, hf: dict, stage: int) -> Estimate:

@@ -76,7 +76,11 @@ class Template:
             ours.close()
             raise SandboxError(f"the sandbox's template process has died ({error})") from None
         session = LocalSession(self, *await asyncio.open_connection(sock=ours))
-        first = await session.answer(ANSWER_SECONDS)
+        try:
+            first = await session.answer(ANSWER_SECONDS)
+        except BaseException:
+            await session.close()  # its processes end when nobody is at the other end
+            raise
         if "failed" in first:
             await session.close()
             raise SandboxError(f"this machine cannot isolate a sandbox: {first['failed']}")

@@ -52,7 +52,10 @@ def _fork_session(connection: socket.socket, limits: Limits, control: socket.soc
         try:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             control.detach()
-            os.dup2(os.open("/dev/null", os.O_RDWR), 0)
+            # Whoever waits for the template's end waits for that of its streams, too.
+            nothing = os.open("/dev/null", os.O_RDWR)
+            os.dup2(nothing, 0)
+            os.dup2(nothing, 2)
             os.close(asked)
             os.close(answered)
 

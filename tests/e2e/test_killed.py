@@ -1,11 +1,16 @@
 """kill -9 of a process that may not be started again: the run ends, says why, loses no finished trajectory."""
 from __future__ import annotations
 
+from pathlib import Path
+
 import psutil
 from real_run import BATCH, END_SECONDS, Run, query, stored
 
+from sao_megatron.rollout.tasks.guess_number import BOS, EOT, HIGHER, LOWER
 from sao_megatron.trajectory.store import Store
+from sao_megatron.trajectory.types import Status
 
+AGENT = Path(__file__).with_name("guessing_agent.py")
 ENDLESS = ["steps=100000", "algorithm.critic_only_steps=0", f"batch.trajectories={BATCH}", "evaluation.episodes=0",
            "warmup.steps=1", "publication.verify_every=0", "engine.restarts=0"]
 
@@ -47,9 +52,10 @@ def check_store(run: Run, appended: set[str]) -> None:
 
 
 # If this fails, a run whose learner was killed hangs or leaves processes behind, hides the cause, or loses what was
-# sampled.
-def test_killed_learner_ends_the_run(start_run):
-    run = start_run("killed", *ENDLESS)
+# sampled; or what agents say at a run's gateway does not reach the learner as it was sampled.
+def test_killed_learner_ends_a_run_of_agents_at_the_gateway(start_run):
+    run = start_run("killed", *ENDLESS, f"task.name={AGENT}:GuessingAgent", "task.options={}",
+                    "rollout.concurrency=16")
     run.until(lambda: run.steps() >= 3, "three steps")
     victim, appended = pick(run, "sao_megatron.cli learner", "RANK=0"), run.appended()
     victim.kill()
@@ -57,3 +63,9 @@ def test_killed_learner_ends_the_run(start_run):
     check_blamed(run, "learner-0")
     assert len(appended) >= 3 * BATCH
     check_store(run, appended)
+    for trajectory in stored(run.folder.store_path):
+        assert (trajectory.task, trajectory.status) == ("guessing_agent", Status.COMPLETED)
+        first, *observed = trajectory.tokens[~trajectory.action_mask].tolist()
+        hints = [token for token in observed if token != EOT]  # which closes a turn that was cut off
+        assert first == BOS and set(hints) <= {HIGHER, LOWER} and trajectory.segments.tolist() == [0]
+        assert len(hints) + 1 == trajectory.info["turns"] == trajectory.turns.max() + 1

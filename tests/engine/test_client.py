@@ -23,7 +23,7 @@ from served import (
 
 from sao_megatron.engine.client import SHORT_TURN, EngineClient, Generation
 from sao_megatron.engine.process import free_port
-from sao_megatron.engine.reply import read_generation
+from sao_megatron.engine.reply import read_generation, read_metrics
 from sao_megatron.errors import RunError
 
 LONG = 600  # tokens of a request that is still running when the test acts on it
@@ -309,6 +309,14 @@ def starting(tmp_path_factory):
     yield processes
     for process in processes.values():
         process.stop()
+
+
+# If this fails, an engine seems to run twice the requests that it runs.
+def test_metrics_of_all_priorities_are_read_once():
+    said = "\n".join(f'sglang:num_running_reqs{{engine_type="unified",priority="{priority}",tp_rank="{rank}"}} {count}'
+                     for rank, priority, count in ((0, "", 5.0), (0, "0", 3.0), (0, "-7", 2.0), (1, "", 4.0)))
+    said += '\nsglang:gen_throughput{tp_rank="0"} 7.5\n'
+    assert read_metrics(said) == {"running": 9.0, "tokens_per_second": 7.5}
 
 
 # If this fails, a run waits its whole start timeout for a server that is dead, and does not say why it died.

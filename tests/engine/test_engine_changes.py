@@ -144,6 +144,14 @@ def test_engines_come_and_go(stand):
     assert stand.publish() == set(stand.urls)
 
 
+@pytest.fixture(scope="module")
+def both(stand):
+    """Both engines serve what the learner published, whichever tests were chosen before."""
+    stand.list(0, 1)
+    assert stand.publish(publication=PUBLICATION) == set(stand.urls)
+    return stand
+
+
 class OneTurn:
     """A task of which an episode is one long turn."""
 
@@ -161,6 +169,7 @@ class OneTurn:
 
 
 # If one fails, a mode or the way over the disk loses an episode under way, or gives its tokens wrong versions.
+@pytest.mark.usefixtures("both")
 @pytest.mark.parametrize(("change", "prompt", "request_tokens"), [
     ({"mode": "in_place"}, [3, 4, 5], 4096),
     ({"mode": "abort"}, [6, 7, 8], 4096),  # another prompt: the cache of the one before holds weights of long ago

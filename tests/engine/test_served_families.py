@@ -1,13 +1,12 @@
 """HF folder -> two Megatron ranks -> published to a real engine that began with random weights -> HF's log-probs.
 
-Every family that SGLang serves on a CPU. It cannot serve multi-latent attention there (DeepSeek-V3, Kimi-K2, GLM-5).
+Every family that SGLang serves on a CPU: all but GLM-5, whose sparse attention has kernels for GPUs only.
 """
 from __future__ import annotations
 
 import json
 import os
 import pickle
-import shutil
 import subprocess
 import sys
 import time
@@ -23,7 +22,7 @@ from sao_megatron.engine.client import EngineClient
 HERE = Path(__file__).parent
 DENSE, EXPERTS = dict(tp=2), dict(tp=2, ep=2)
 LAYOUTS = {"qwen2": DENSE, "qwen3": DENSE, "llama": DENSE, "qwen3_moe": EXPERTS, "mixtral": EXPERTS,
-           "glm4_moe": EXPERTS}
+           "glm4_moe": EXPERTS, "deepseek_v3": EXPERTS, "kimi_k2": EXPERTS}
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
 
 
@@ -47,7 +46,10 @@ def published(tmp_path_factory):
         run(str(HERE.parent / "distributed" / "family_models.py"), str(folder), *LAYOUTS)
         for name in LAYOUTS:  # config.json alone: the engine starts with random weights
             (folder / "begin" / name).mkdir(parents=True)
-            shutil.copy(folder / name / "config.json", folder / "begin" / name / "part")
+            config = json.loads((folder / name / "config.json").read_text())
+            if "kv_lora_rank" in config:  # what DeepSeek's own config.json says, and Transformers takes for granted
+                config |= {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+            (folder / "begin" / name / "part").write_text(json.dumps(config))
             (folder / "begin" / name / "part").rename(folder / "begin" / name / "config.json")
         for engine in engines.values():
             engine.log_path, engine._process = server.log_path, server._process

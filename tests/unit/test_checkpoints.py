@@ -74,6 +74,7 @@ def test_a_step_is_saved_again(folder):
 
 # If this fails, kill -9 at some point of a save leaves a checkpoint that is torn, or one that the store does not fit:
 # trajectories would be lost, or trained twice in weights that survive.
+@pytest.mark.slow
 def test_killed_at_every_point_of_a_save(tmp_path):
     def save_fourth(run: Path) -> None:
         save(CheckpointFolder(run / "checkpoints"), 4)
@@ -179,6 +180,7 @@ def test_refused_resume(run, override, message):
 
 
 # If this fails, kill -9 while a run is started again costs its config, and with it the run.
+@pytest.mark.slow
 def test_killed_at_every_point_of_writing_a_file(tmp_path):
     path, found = tmp_path / "config.yaml", []
     write_whole(path, "before")

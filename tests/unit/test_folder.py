@@ -260,6 +260,7 @@ def test_a_rank_reads_its_shard_and_no_more(tmp_path, rule, parts):
         assert source.bytes_read == expected.nbytes
 
 
+@pytest.mark.slow
 def test_memory_is_the_shard_and_one_tensor(tmp_path):
     """If this fails, loading needs more host memory than the rank's own part of the model."""
     tensors, rows, columns, parts = 24, 2048, 1024, 4

@@ -40,6 +40,7 @@ while not Store(sys.argv[1]).get_state("finished", False):
 
 
 # If this fails, a learner of which one rank hangs burns its nodes until somebody looks, or nobody learns which rank.
+@pytest.mark.slow
 def test_a_stopped_rank_is_named_and_started_again(tmp_path, monkeypatch):
     monkeypatch.setattr(hang, "STACK_SECONDS", 1.0)
     monkeypatch.setattr(watch, "POLL_SECONDS", 0.1)

@@ -127,6 +127,7 @@ Store(sys.argv[1]).set_state("finished", True)
 
 
 # If this fails, one engine that dies ends a run, or one that dies again and again keeps it for ever.
+@pytest.mark.slow
 @pytest.mark.parametrize(("restarts", "ends"), [(2, True), (1, False)])
 def test_watch_starts_an_engine_again(config, tmp_path, restarts, ends, capsys):
     config.engine.restarts = restarts

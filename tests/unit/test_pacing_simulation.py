@@ -20,6 +20,8 @@ from sao_megatron.trajectory.store import Store
 
 BATCH, STEPS = 8, 20
 
+pytestmark = pytest.mark.slow
+
 
 class SimulatedTime(asyncio.SelectorEventLoop):
     """Whenever nothing is to be done now, it is later."""

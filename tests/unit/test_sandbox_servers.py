@@ -16,6 +16,8 @@ from sao_megatron.run_folder import RunFolder
 from sao_megatron.sandbox.client import RemoteSandbox
 from sao_megatron.sandbox.session import SandboxError
 
+pytestmark = pytest.mark.slow
+
 
 class Servers:
     """Of one run's folder, started by the verb that a run starts them with."""

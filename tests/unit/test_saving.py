@@ -119,6 +119,7 @@ def count_calls(run, kill_at: int | None = None) -> int:
     return calls
 
 
+@pytest.mark.slow
 def test_killed_while_saving(tmp_path, model_dir):
     """If this fails, kill -9 in the middle of a save leaves a folder that looks complete and is not."""
     folder = tmp_path / "out"

@@ -15,10 +15,12 @@ function toggleTheme() {
 
 function describe(records) {
   const [run, other] = records.runs,
-    steps = records.trajectories.step;
+    first = records.trajectories.step[0],
+    last = records.trajectories.step.at(-1),
+    steps = first === last ? `step ${first}` : `steps ${first}–${last}`;
   byId("run-name").textContent = other ? `${run.name} beside ${other.name}` : run.name;
   byId("run-about").textContent =
-    `${run.preset} on ${run.task} · steps ${steps[0]}–${steps.at(-1)} · ` +
+    `${run.preset} on ${run.task} · ${steps} · ` +
     `${shown(records.count)} trajectories, ${shown(records.columns.token_id.length)} tokens recorded`;
 }
 
