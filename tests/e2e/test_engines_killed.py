@@ -2,6 +2,9 @@
 nothing may come back."""
 from __future__ import annotations
 
+from contextlib import suppress
+
+import psutil
 from real_run import END_SECONDS, START_SECONDS, Run, stored
 from test_killed import ENDLESS, check_blamed, check_store
 
@@ -12,9 +15,10 @@ def kill_scheduler(run: Run, engine: int) -> None:
     """SIGKILL to the process that holds engine number `engine`'s weights; its server ends by itself."""
     port = run.folder.engine_urls()[engine].rpartition(":")[2]
     for child in run.children():
-        if "sglang::scheduler" in " ".join(child.cmdline()) and port in child.parent().cmdline():
-            child.kill()
-            return
+        with suppress(psutil.Error):  # it has ended meanwhile
+            if "sglang::scheduler" in " ".join(child.cmdline()) and port in psutil.Process(child.ppid()).cmdline():
+                child.kill()
+                return
     raise AssertionError(f"engine {engine} has no scheduler")
 
 
