@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import http.client
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -22,6 +23,9 @@ from sao_megatron.errors import RunError
 from sao_megatron.run_folder import RunFolder
 
 POLL_SECONDS = 0.2
+FREE_PORTS = range(10000, 32768)
+"""Where ports are sought: Linux gives those above to outgoing connections, and an engine binds its port up to a minute
+after it was found free, and once more where it is started again."""
 
 
 def engine_command(config: RunConfig, model_dir: Path, port: int, gpu: bool) -> list[str]:
@@ -78,9 +82,11 @@ def engine_environment(gpu: bool, tp: int = 1) -> dict[str, str]:
 
 def free_port(host: str = "127.0.0.1") -> int:
     """A TCP port that nobody listened on a moment ago."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]
+    while True:
+        port = random.SystemRandom().choice(FREE_PORTS)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((host, port))
+            return port
 
 
 class EngineProcess:

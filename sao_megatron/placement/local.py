@@ -10,15 +10,11 @@ from urllib.parse import urlsplit
 
 from sao_megatron.config import RunConfig
 from sao_megatron.device import gpu_names, has_gpu
-from sao_megatron.engine.process import engine_command, engine_environment
+from sao_megatron.engine.process import FREE_PORTS, engine_command, engine_environment
 from sao_megatron.errors import UserError
 from sao_megatron.placement.plan import Plan, learner_environment
 from sao_megatron.run_folder import RunFolder
 from sao_megatron.supervisor import ProcessSpec
-
-FREE_PORTS = range(10000, 32768)
-"""Where ports for engines are sought: Linux gives those above to outgoing connections, and an engine binds its port up
-to a minute after it was found free."""
 
 
 def local_plan(config: RunConfig, folder: RunFolder) -> Plan:

@@ -1,7 +1,6 @@
 """Sandbox servers, each a process of its own, and the client that spreads sessions over them and outlives them."""
 import asyncio
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ import psutil
 import pytest
 
 from sao_megatron import config as run_config
+from sao_megatron.engine.process import free_port
 from sao_megatron.run_folder import RunFolder
 from sao_megatron.sandbox.client import RemoteSandbox
 from sao_megatron.sandbox.session import SandboxError
@@ -62,11 +62,6 @@ def is_alive(process):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
 
 
 @asynccontextmanager
