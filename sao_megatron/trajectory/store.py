@@ -135,8 +135,17 @@ class Store:
             raise RunError(f"trajectory store {self.path} cannot be opened: {error}") from None
 
     def _set_journal(self, mode: str) -> None:
-        """SQLite keeps the mode that a store has, without an error, where it cannot change it."""
-        found = self._one(f"PRAGMA journal_mode = {mode}")[0]
+        """SQLite keeps the mode that a store has, without an error, where it cannot change it. And it does not wait for
+        another process that changes it at the same time."""
+        deadline = time.monotonic() + LOCK_TIMEOUT
+        while True:
+            try:
+                found = self._one(f"PRAGMA journal_mode = {mode}")[0]
+                break
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.01)
         if found.upper() != mode:
             raise RunError(f"trajectory store {self.path} keeps the journal {found}, but where it lies only {mode} is "
                            f"safe: end all processes that use it, and try again")

@@ -94,6 +94,7 @@ DEAF = [
 
 
 # If this fails, code that refuses to be interrupted outlives its time.
+@pytest.mark.slow
 async def test_refusing_to_be_interrupted(pool):
     results = await asyncio.gather(*(attack(pool, code, seconds=0.2) for code in DEAF))
     for code, result in zip(DEAF, results, strict=True):
@@ -125,6 +126,7 @@ print("left behind")
 
 
 # If this fails, what a cell leaves running uses a core for as long as its trajectory lives.
+@pytest.mark.slow
 async def test_processor_time_between_cells(pool):
     async with Pool(replace(LIMITS, cpu_seconds=0.2), sessions=1, cells=1, warm=0, modules=[]) as small:
         session = await small.open()

@@ -308,7 +308,7 @@ def store(folder: Path, name: str, **config) -> None:
 
 
 @pytest.mark.parametrize("damage, parts", [
-    (lambda folder: (folder / "model-1.safetensors").unlink(), ("model-1.safetensors", "for tensor model.")),
+    (lambda folder: (folder / "model-1.safetensors").unlink(), ("model-1.safetensors", "for tensor ")),
     (lambda folder: index(folder, {"x": "model-1.safetensors"}), ("model-1.safetensors", "tensor x is missing")),
     (lambda folder: store(folder, "model.layers.0.self_attn.q_proj.bias"), ("no place for tensor", "q_proj.bias")),
     (lambda folder: store(folder, "model.layers.2.input_layernorm.weight"), ("no place for tensor", "layers.2.")),

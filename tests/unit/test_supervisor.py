@@ -48,6 +48,7 @@ def test_stop_kills_after_the_grace(tmp_path, descendants):
 
 # If one fails, Ctrl-C or a terminated launcher (even a killed one) leaves processes behind, deaf to SIGTERM though they
 # may be, or hides why it ended.
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_signals_to_the_launcher(tmp_path, number, code):
     script = textwrap.dedent(f"""
