@@ -20,6 +20,7 @@ import torch.distributed as dist
 from publish import model_config
 
 from sao_megatron import config as recipes
+from sao_megatron.device import has_gpu
 from sao_megatron.engine.client import EngineClient
 from sao_megatron.engine.process import EngineProcess, engine_command, engine_environment, free_port
 from sao_megatron.learner import runtime
@@ -70,7 +71,7 @@ def measure(options, folder: Path) -> list[dict]:
     runtime.initialize(config.parallel, seed=0)
     hf_config = hf.read_config(folder)
     trainer, port = Trainer(config, hf_config, hf.FreshTensors(0, 0.02)), free_port()
-    engine = EngineProcess(engine_command(config, folder, port, gpu=False), engine_environment(gpu=False),
+    engine = EngineProcess(engine_command(config, folder, port, has_gpu()), engine_environment(has_gpu()),
                            f"http://127.0.0.1:{port}")
     engine.start(folder / "engine.log")
     rows, version, alone = [], 0, 0.0

@@ -30,8 +30,8 @@ def model_config(options) -> dict:
             "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": options.hidden // 8,
             "moe_intermediate_size": options.hidden // 2, "num_experts": options.experts, "num_experts_per_tok": 2,
             "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "max_position_embeddings": 1024,
-            "rms_norm_eps": 1e-6, "hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False,
-            "torch_dtype": "float32"}
+            "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu", "attention_bias": False,
+            "tie_word_embeddings": False, "torch_dtype": "float32"}
 
 
 def learner(folder: Path) -> None:
