@@ -71,7 +71,7 @@ class FixedLag:
         if start is None:
             self._warm_up()
         else:
-            self.trainer.policy_ddp.module.load_state_dict(start)
+            self.trainer.policy_chunks[0].load_state_dict(start)
         self.start = self._weights()
         self.trainer.begin_reinforcement()
         self.sampler = Sampler(self.hf_config, getattr(torch, config.model.dtype), seed=1000 + config.seed)
@@ -81,7 +81,7 @@ class FixedLag:
         self.history = deque([(0, self.start)], maxlen=lag + 1)
 
     def _weights(self) -> dict:
-        return {name: value.clone() for name, value in self.trainer.policy_ddp.module.state_dict().items()
+        return {name: value.clone() for name, value in self.trainer.policy_chunks[0].state_dict().items()
                 if torch.is_tensor(value)}
 
     def _warm_up(self) -> None:

@@ -35,6 +35,9 @@ class ParallelSection(Section):
     """Tensor parallel size of attention, embeddings and head (sequence parallelism is on when > 1)."""
     pp: int = Field(1, ge=1)
     """Pipeline parallel size."""
+    vpp: int = Field(1, ge=1)
+    """Virtual pipeline size: each pipeline rank holds this many runs of layers, which shortens the pipeline's idle time
+    by as much and sends activations as many times (Megatron's interleaved schedule). 1 = no virtual pipeline."""
     cp: int = Field(1, ge=1)
     """Context parallel size: the tokens of every sequence are spread over this many ranks."""
     ep: int = Field(1, ge=1)
@@ -63,6 +66,8 @@ class ParallelSection(Section):
 
     @model_validator(mode="after")
     def _fits(self):
+        if self.vpp > 1 and self.pp == 1:
+            raise ValueError(f"vpp={self.vpp} with pp=1: a virtual pipeline needs a pipeline: set vpp=1, or pp > 1")
         if self.ranks % (self.tp * self.pp * self.cp):
             raise ValueError(f"ranks={self.ranks} is not a multiple of tp*pp*cp = {self.tp}*{self.pp}*{self.cp}")
         if self.ranks % (self.ep * self.etp * self.pp):

@@ -145,8 +145,9 @@ def load(trainer: Trainer, checkpoint: Checkpoint) -> None:
     if not same_layout:
         del wanted["rng"]  # other ranks than before: theirs would mean nothing; nothing that trains draws from it
     loaded = dist_checkpointing.load(wanted, str(checkpoint.path), strict=StrictHandling.RAISE_UNEXPECTED)
-    for name, module in _modules(trainer).items():
-        _load_module(module, loaded[name])
+    for name, chunks in _models(trainer).items():
+        for number, chunk in enumerate(chunks):
+            _load_chunk(chunk, loaded[name][str(number)])
     for name, optimized in _optimized(trainer).items():
         if with_optimizers:
             optimized.optimizer.load_state_dict(loaded[f"{name}_optimizer"])
@@ -163,7 +164,7 @@ def load(trainer: Trainer, checkpoint: Checkpoint) -> None:
 def description(trainer: Trainer, step: int, updates: int) -> dict:
     """What state.json says."""
     return {"step": step, "updates": updates, "parallel": trainer.config.parallel.model_dump(),
-            "parts": list(_modules(trainer)), "running_mean": trainer.running_mean.state_dict(),
+            "parts": list(_models(trainer)), "running_mean": trainer.running_mean.state_dict(),
             "schedules": {name: part.scheduler.num_steps for name, part in _optimized(trainer).items()},
             "hf_config": trainer.hf_config, "config": trainer.config.model_dump(mode="json"), "written": time.time()}
 
@@ -172,9 +173,12 @@ def _optimized(trainer: Trainer) -> dict[str, Optimized]:
     return {"policy": trainer.policy} | ({"critic": trainer.critic.model} if trainer.critic else {})
 
 
-def _modules(trainer: Trainer) -> dict[str, torch.nn.Module]:
-    modules = {name: optimized.ddp.module for name, optimized in _optimized(trainer).items()}
-    return modules | ({"reference": trainer.reference} if trainer.reference else {})
+def _models(trainer: Trainer) -> dict[str, list[torch.nn.Module]]:
+    """Each part's chunks on this rank."""
+    found = {"policy": trainer.policy_chunks}
+    if trainer.critic:
+        found["critic"] = trainer.critic.chunks
+    return found | ({"reference": trainer.reference} if trainer.reference else {})
 
 
 def sharded_state(trainer: Trainer, loading: bool = False, optimizers: bool = True) -> dict:
@@ -182,7 +186,8 @@ def sharded_state(trainer: Trainer, loading: bool = False, optimizers: bool = Tr
     metadata = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient":
                 False, "singleton_local_shards": False, "chained_optim_avoid_prefix": True,
                 "dp_cp_group": ps.get_data_parallel_group(with_context_parallel=True)}
-    state = {name: module.sharded_state_dict(metadata=metadata) for name, module in _modules(trainer).items()}
+    state = {name: {str(number): chunk.sharded_state_dict(metadata=metadata) for number, chunk in enumerate(chunks)}
+             for name, chunks in _models(trainer).items()}
     if optimizers:
         state |= {f"{name}_optimizer": part.optimizer.sharded_state_dict(state[name], is_loading=loading,
                                                                          metadata=metadata)
@@ -192,8 +197,8 @@ def sharded_state(trainer: Trainer, loading: bool = False, optimizers: bool = Tr
     return state | {"rng": ShardedObject("rng", _random_state(), (dist.get_world_size(),), (dist.get_rank(),))}
 
 
-def _load_module(module: torch.nn.Module, state: dict) -> None:
-    missing, unexpected = module.load_state_dict(state, strict=False)
+def _load_chunk(chunk: torch.nn.Module, state: dict) -> None:
+    missing, unexpected = chunk.load_state_dict(state, strict=False)
     wrong = [name for name in (*missing, *unexpected) if not name.endswith("_extra_state")]
     if wrong:
         raise ValueError(f"the checkpoint and the model differ in {wrong[:3]}")

@@ -38,18 +38,18 @@ class Critic:
         """`steps` is the length of the learning-rate schedule."""
         self.config, self.hf_config, self.preset, self.steps = config, hf_config, preset, steps
         self.head = value_loss(config.critic)
-        self.module = models.build(hf_config, config.parallel, getattr(torch, config.model.dtype), self.head.width)
-        self.shards = ShardMap(self.module, hf_config, rules=value_head.RULES)
+        self.chunks = models.build(hf_config, config.parallel, getattr(torch, config.model.dtype), self.head.width)
+        self.shards = ShardMap(self.chunks, hf_config, rules=value_head.RULES)
         self.model: Optimized | None = None
 
-    def start_from_policy(self, policy) -> None:
-        """The weights of the policy (a module of this layout) and a fresh head."""
-        models.start_from_policy(self.module, policy)
+    def start_from_policy(self, policy: list) -> None:
+        """The weights of the policy (its chunks in this layout) and a fresh head."""
+        models.start_from_policy(self.chunks, policy)
         self._wrap()
 
     def start_from_weights(self, source: hf.TensorSource) -> None:
         """A policy's weights as HF tensors, and a fresh head."""
-        ShardMap(self.module, self.hf_config, skip=frozenset(value_head.RULES)).load(source)
+        ShardMap(self.chunks, self.hf_config, skip=frozenset(value_head.RULES)).load(source)
         self._wrap()
 
     def start_from_critic(self, folder: Path) -> None:
@@ -59,8 +59,8 @@ class Critic:
 
     def _wrap(self) -> None:
         if self.preset.freeze_critic_attention:
-            models.freeze_attention(self.module)
-        self.model = Optimized(wrap(self.module), self.config.critic_optimizer, self.steps)
+            models.freeze_attention(self.chunks)
+        self.model = Optimized(wrap(self.chunks), self.config.critic_optimizer, self.steps)
 
     def save(self, folder: Path, model_dir: Path) -> None:
         """Write the critic as an HF-like folder (collective); `model_dir` is the policy's."""

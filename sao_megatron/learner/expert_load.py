@@ -11,29 +11,33 @@ counts over all ranks, then the tokens' sums over the ranks that hold parts of t
 """
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from sao_megatron.learner import runtime
 from megatron.core import parallel_state as ps
+from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.moe.router import TopKRouter
 
 from sao_megatron.learner.passes import DeviceBatch
 
 
 class ExpertLoad:
-    """`begin` with an update's micro-batches, `watch` before each one's forward, `finish` after the pass."""
+    """`begin` with an update's micro-batches, `watch` around each one's forward, `finish` after the pass."""
 
-    def __init__(self, module: torch.nn.Module):
-        """`module` is this rank's part of a model with experts."""
-        self.config = module.config
+    def __init__(self, chunks: list[GPTModel]):
+        """`chunks` are this rank's of a model with experts."""
+        self.config = chunks[0].config
         self._batch: DeviceBatch | None = None
         self._places: dict[DeviceBatch, tuple[Tensor, Tensor, Tensor]] = {}
         self._chosen: dict[DeviceBatch, dict[int, Tensor]] = {}
         self.busiest = 0.0
         """Largest load of any expert in the last update."""
-        for router in module.modules():
+        for router in (module for chunk in chunks for module in chunk.modules()):
             if isinstance(router, TopKRouter):
                 router.register_forward_hook(lambda router, _, output: self._see(router.layer_number - 1, output[1]))
 
@@ -54,14 +58,17 @@ class ExpertLoad:
         held = ((rows >= 0) & (rows < count)).nonzero()[:, 0]
         return batch.real[part * count:(part + 1) * count], rows[held], held
 
-    def watch(self, batch: DeviceBatch) -> None:
-        """The next forward is that of `batch`."""
+    @contextmanager
+    def watch(self, batch: DeviceBatch) -> Iterator[None]:
+        """Inside is the forward of `batch`; what a backward recomputes comes later."""
         self._batch = batch
+        yield
+        self._batch = None
 
     @torch.no_grad()
     def _see(self, layer: int, routing_map: Tensor) -> None:
-        """routing_map: bool [rows, experts]. A layer's first forward counts, not what a backward recomputes."""
-        if self._batch is None or layer in self._chosen[self._batch]:
+        """routing_map: bool [rows, experts]."""
+        if self._batch is None:
             return
         real, rows, _ = self._places[self._batch]
         self._counts[layer] += (routing_map.bool() & real[:, None]).sum(0)
@@ -78,7 +85,7 @@ class ExpertLoad:
         parts = (sums / (counts.sum(1) > 0).sum()).split([len(batch.held) for batch in self._chosen])
         for batch, part in zip(self._chosen, parts, strict=True):
             batch.results["expert_load"] = part
-        self._batch, self._chosen, self._places = None, {}, {}
+        self._chosen, self._places = {}, {}
         self.busiest = float(load.max())
 
     def _sums(self, batch: DeviceBatch, load: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ def check(config: RunConfig, hf_config: dict) -> None:
                         "could be replayed: set it to false")
     rules = [("num_attention_heads", "tp", "attention heads"), ("num_key_value_heads", "tp", "key/value heads"),
              ("vocab_size", "tp", "vocabulary"), ("num_experts", "ep", "experts"),
-             ("moe_intermediate_size", "etp", "expert width"), ("num_hidden_layers", "pp", "layers")]
+             ("moe_intermediate_size", "etp", "expert width")]
     if not experts or hf_config.get("first_k_dense_replace"):
         rules.append(("intermediate_size", "tp", "MLP width"))
     if hf_config.get("n_shared_experts"):
@@ -28,6 +28,10 @@ def check(config: RunConfig, hf_config: dict) -> None:
         if hf_config.get(field, size) % size:
             raise UserError(f"parallel.{size_name}={size} does not divide the model's {what} ({field}="
                             f"{hf_config[field]}): choose a divisor")
+    layers, chunks = hf_config["num_hidden_layers"], parallel.pp * parallel.vpp
+    if layers % chunks:
+        raise UserError(f"parallel.pp={parallel.pp} times parallel.vpp={parallel.vpp} does not divide the model's layers "
+                        f"(num_hidden_layers={layers}): choose divisors")
     if "index_topk" in hf_config:
         _check_sparse_attention(parallel, hf_config)
 
@@ -37,7 +41,7 @@ def _check_sparse_attention(parallel: ParallelSection, hf_config: dict) -> None:
         raise UserError(f"parallel.cp={parallel.cp}: context parallelism is not supported with the sparse attention of "
                         f"{hf_config['architectures'][0]}: set parallel.cp=1")
     kinds = indexer_types(hf_config)
-    for start in range(0, len(kinds), len(kinds) // parallel.pp):
+    for start in range(0, len(kinds), len(kinds) // (parallel.pp * parallel.vpp)):
         if kinds[start] == "shared":
-            raise UserError(f"parallel.pp={parallel.pp}: a pipeline stage would start with layer {start}, which uses "
-                            "the indexer of a layer before it: choose another parallel.pp")
+            raise UserError(f"parallel.pp={parallel.pp} times parallel.vpp={parallel.vpp}: a run of layers would start "
+                            f"with layer {start}, which uses the indexer of a layer before it: choose others")

@@ -53,8 +53,8 @@ class WholeModel:
         parallel = ParallelSection(ranks=1)
         runtime.initialize(parallel, seed=0)
         self.dtype = dtype
-        module = models.build(hf_config, parallel, dtype)
-        self.shards = ShardMap(module, hf_config)
+        module, = models.build(hf_config, parallel, dtype)
+        self.shards = ShardMap([module], hf_config)
         state = module.sharded_state_dict(metadata={
             "distrib_optim_sharding_type": "fully_reshardable", "singleton_local_shards": False,
             "distrib_optim_fully_reshardable_mem_efficient": False, "chained_optim_avoid_prefix": True,

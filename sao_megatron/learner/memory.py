@@ -77,10 +77,9 @@ def parameters(hf: dict, parallel: ParallelSection, stage: int = 0, value_output
     """
     fields = family_of(hf).transformer_config(hf)
     hidden, tp, last = fields["hidden_size"], parallel.tp, stage == parallel.pp - 1
-    per_stage = fields["num_layers"] // parallel.pp
-    layers = range(stage * per_stage, (stage + 1) * per_stage)
+    layers = _layers(fields, parallel, stage)
     vocabulary = hf["vocab_size"] // tp * hidden
-    rest = 2 * hidden * per_stage + sum(_mlp(fields, tp, layer) for layer in layers)
+    rest = 2 * hidden * len(layers) + sum(_mlp(fields, tp, layer) for layer in layers)
     if stage == 0:
         rest += vocabulary
     if last:
@@ -91,8 +90,14 @@ def parameters(hf: dict, parallel: ParallelSection, stage: int = 0, value_output
             rest += vocabulary
     expert = 3 * hidden * fields.get("moe_ffn_hidden_size", 0) // parallel.etp
     experts = expert * fields.get("num_moe_experts", 0) // parallel.ep * sum(_sparse(fields, layer) for layer in layers)
-    indexers = sum(kind == "full" for kind in indexer_types(hf)[layers.start:layers.stop]) if "index_topk" in hf else 0
-    return Parameters(_attention(fields, tp) * per_stage, _indexer(fields) * indexers, rest, experts)
+    indexers = sum(indexer_types(hf)[layer] == "full" for layer in layers) if "index_topk" in hf else 0
+    return Parameters(_attention(fields, tp) * len(layers), _indexer(fields) * indexers, rest, experts)
+
+
+def _layers(fields: dict, parallel: ParallelSection, stage: int) -> list[int]:
+    """Of a pipeline stage: one run of layers, or `parallel.vpp` of them, a pipeline's length apart."""
+    size = fields["num_layers"] // (parallel.pp * parallel.vpp)
+    return [(chunk * parallel.pp + stage) * size + layer for chunk in range(parallel.vpp) for layer in range(size)]
 
 
 def _attention(fields: dict, tp: int) -> int:
@@ -183,18 +188,19 @@ def activations(config: RunConfig, hf: dict, stage: int) -> float:
     """Bytes at the fullest moment of a step on a rank of this stage.
 
     1F1B keeps pp − stage micro-batches of each layer: their layers' inputs with `parallel.recompute: full`, else all
-    that the backward needs. One layer's activations come on top for their gradients, and with recomputation once more
-    for themselves.
+    that the backward needs. The interleaved schedule of a virtual pipeline has made 2 · (pp − stage − 1) + (vpp − 1) ·
+    pp + 1 forwards of a chunk when the first backward begins. One layer's activations come on top for their gradients,
+    and with recomputation once more for themselves.
     """
     parallel, fields = config.parallel, family_of(hf).transformer_config(hf)
     tokens = longest_micro_batch(config) / parallel.cp
-    per_stage = fields["num_layers"] // parallel.pp
-    layers = [tokens * layer_elements(fields, parallel, layer)
-              for layer in range(stage * per_stage, (stage + 1) * per_stage)]
+    layers = [tokens * layer_elements(fields, parallel, layer) for layer in _layers(fields, parallel, stage)]
     ends = 2 * tokens * fields["hidden_size"]  # hidden states in front of the head, and their gradient
     in_flight = parallel.pp - stage
+    if parallel.vpp > 1:
+        in_flight = (2 * (parallel.pp - stage - 1) + (parallel.vpp - 1) * parallel.pp + 1) / parallel.vpp
     if parallel.recompute == "full":
-        kept = in_flight * per_stage * tokens * fields["hidden_size"] / parallel.tp + 2 * max(layers)
+        kept = in_flight * len(layers) * tokens * fields["hidden_size"] / parallel.tp + 2 * max(layers)
     else:
         kept = in_flight * sum(layers) + max(layers)
     return (kept + ends) * _width(config)

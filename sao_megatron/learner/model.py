@@ -28,7 +28,7 @@ def transformer_config(hf: dict, parallel: ParallelSection, dtype: torch.dtype) 
         moe_router_load_balancing_type="none", moe_aux_loss_coeff=0.0, moe_router_dtype="fp32",
         moe_token_dispatcher_type=parallel.dispatcher,
         bf16=dtype == torch.bfloat16, params_dtype=dtype, pipeline_dtype=dtype,
-        tensor_model_parallel_size=parallel.tp, pipeline_model_parallel_size=parallel.pp,
+        tensor_model_parallel_size=parallel.tp, pipeline_model_parallel_size=parallel.pp, **_virtual_pipeline(parallel),
         context_parallel_size=parallel.cp,
         expert_model_parallel_size=parallel.ep, expert_tensor_parallel_size=parallel.etp,
         sequence_parallel=parallel.tp > 1,  # MoE with tensor parallelism needs it
@@ -43,19 +43,33 @@ def varies_in_length(parallel: ParallelSection) -> bool:
     return parallel.dispatcher != "allgather"
 
 
-def build(hf: dict, parallel: ParallelSection, dtype: torch.dtype, value_outputs: int = 0) -> GPTModel:
-    """This rank's part of the model, on the device, with unset weights. `value_outputs` > 0 makes it a critic, whose
-    head has that many outputs."""
+def _virtual_pipeline(parallel: ParallelSection) -> dict:
+    """With two ranks a batch of both directions' messages would be two to the same peer, which nothing tells apart; so
+    each direction is a message of its own, as Megatron's interleaved schedule wants it for overlapping them."""
+    if parallel.vpp == 1:
+        return {}
+    return dict(virtual_pipeline_model_parallel_size=parallel.vpp, overlap_p2p_comm=True, batch_p2p_comm=False)
+
+
+def build(hf: dict, parallel: ParallelSection, dtype: torch.dtype, value_outputs: int = 0) -> list[GPTModel]:
+    """This rank's chunks of the model, on the device, with unset weights: one, or `parallel.vpp` of them in their order
+    along the model. `value_outputs` > 0 makes it a critic, whose head has that many outputs."""
     config = transformer_config(hf, parallel, dtype)
+    return [_chunk(hf, config, number if parallel.vpp > 1 else None, value_outputs) for number in range(parallel.vpp)]
+
+
+def _chunk(hf: dict, config: TransformerConfig, number: int | None, value_outputs: int) -> GPTModel:
+    first, last = (at(ignore_virtual=False, vp_stage=number)
+                   for at in (ps.is_pipeline_first_stage, ps.is_pipeline_last_stage))
     model = GPTModel(
-        config=config, transformer_layer_spec=runtime.block_spec(config), vocab_size=hf["vocab_size"],
-        max_sequence_length=0, pre_process=ps.is_pipeline_first_stage(), post_process=ps.is_pipeline_last_stage(),
-        parallel_output=True, share_embeddings_and_output_weights=hf["tie_word_embeddings"] and not value_outputs,
+        config=config, transformer_layer_spec=runtime.block_spec(config, number), vocab_size=hf["vocab_size"],
+        max_sequence_length=0, pre_process=first, post_process=last, vp_stage=number, parallel_output=True,
+        share_embeddings_and_output_weights=hf["tie_word_embeddings"] and not value_outputs,
         position_embedding_type="rope", rotary_base=hf["rope_theta"],
         rotary_percent=hf.get("partial_rotary_factor", 1.0), **_rope_scaling(hf["rope_scaling"]))
     if value_outputs and model.post_process:
         model.output_layer = ValueHead(config, value_outputs)
-    model.to(device=runtime.device(), dtype=dtype)
+    model.to(device=runtime.device(), dtype=config.params_dtype)
     for name, parameter in model.named_parameters():
         if ".core_attention.indexer." in name:  # which keys it picks has no gradient
             parameter.requires_grad_(False)
@@ -92,23 +106,24 @@ class ValueHead(torch.nn.Linear):
         return value, None
 
 
-def start_from_policy(critic: GPTModel, policy: GPTModel) -> None:
+def start_from_policy(critic: list[GPTModel], policy: list[GPTModel]) -> None:
     """Copy every weight but the head from the policy (ALGORITHM.md §3)."""
-    weights = {name: tensor for name, tensor in policy.state_dict().items() if not name.startswith("output_layer.")}
-    missing, unexpected = critic.load_state_dict(weights, strict=False)
-    wrong = [name for name in missing if not name.startswith("output_layer.") and "_extra_state" not in name]
-    if wrong or unexpected:
-        raise ValueError(f"critic and policy differ in {(wrong + unexpected)[:3]}")
+    for to, chunk in zip(critic, policy, strict=True):
+        weights = {name: tensor for name, tensor in chunk.state_dict().items() if not name.startswith("output_layer.")}
+        missing, unexpected = to.load_state_dict(weights, strict=False)
+        wrong = [name for name in missing if not name.startswith("output_layer.") and "_extra_state" not in name]
+        if wrong or unexpected:
+            raise ValueError(f"critic and policy differ in {(wrong + unexpected)[:3]}")
 
 
-def freeze_attention(critic: GPTModel) -> int:
+def freeze_attention(critic: list[GPTModel]) -> int:
     """Freeze each layer's attention module, whatever is in it: GQA or MLA, inner norms too. Returns frozen tensors.
 
     TransformerEngine fuses the *layer's* input norm into GQA's first projection; that norm keeps training.
     Raises ValueError if nothing matched: a critic that silently trains everything is another algorithm.
     """
     frozen = 0
-    for layer in critic.decoder.layers:
+    for layer in (layer for chunk in critic for layer in chunk.decoder.layers):
         for name, parameter in layer.self_attention.named_parameters():
             if name != "linear_qkv.layer_norm_weight":
                 parameter.requires_grad_(False)

@@ -5,6 +5,7 @@ import numpy as np
 
 from sao_megatron.learner import runtime  # noqa: F401  (before Megatron)
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -15,13 +16,13 @@ from sao_megatron.errors import RunError
 class Optimized:
     """`steps` is the length of the schedule."""
 
-    def __init__(self, ddp: DistributedDataParallel, adam: AdamSection, steps: int):
-        config = ddp.config
+    def __init__(self, ddp: list[DistributedDataParallel], adam: AdamSection, steps: int):
+        config = ddp[0].config
         self.ddp = ddp
         self.optimizer = get_megatron_optimizer(OptimizerConfig(
             optimizer="adam", lr=adam.lr, min_lr=adam.lr * adam.min_lr_ratio, weight_decay=adam.weight_decay,
             adam_beta1=adam.beta1, adam_beta2=adam.beta2, adam_eps=adam.eps, clip_grad=adam.clip_grad, bf16=config.bf16,
-            params_dtype=config.params_dtype, use_distributed_optimizer=True), [ddp], use_gloo_process_groups=False)
+            params_dtype=config.params_dtype, use_distributed_optimizer=True), ddp, use_gloo_process_groups=False)
         self.scheduler = OptimizerParamScheduler(
             self.optimizer, init_lr=0.0, max_lr=adam.lr, min_lr=adam.lr * adam.min_lr_ratio,
             lr_warmup_steps=adam.warmup_steps, lr_decay_steps=max(steps, adam.warmup_steps + 1),
@@ -34,7 +35,8 @@ class Optimized:
         self.scheduler.step(steps)
 
     def zero_grad(self) -> None:
-        self.ddp.zero_grad_buffer()
+        for chunk in self.ddp:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
     def step(self) -> tuple[float, float]:
@@ -47,7 +49,7 @@ class Optimized:
         return float(norm), float(self.scheduler.get_lr({}))
 
 
-def wrap(module) -> DistributedDataParallel:
-    """Megatron's DDP; gradients accumulate and are reduced in float32."""
-    return DistributedDataParallel(
-        module.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True), module)
+def wrap(chunks: list[GPTModel]) -> list[DistributedDataParallel]:
+    """Megatron's DDP around each; gradients accumulate and are reduced in float32."""
+    config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+    return [DistributedDataParallel(chunk.config, config, chunk) for chunk in chunks]

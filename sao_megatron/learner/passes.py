@@ -7,6 +7,7 @@ a rank computes its share of every sequence and counts the action tokens that it
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -99,7 +100,8 @@ def local_micro_batches(trajectories: list[Trajectory], config: RunConfig, unit:
     return micro_batches(
         trajectories, ps.get_data_parallel_world_size(), ps.get_data_parallel_rank(),
         config.batch.tokens_per_micro_batch, multiple_of=parallel.packed_multiple,
-        equal_length=not varies_in_length(parallel), sequence_multiple=parallel.sequence_multiple, unit=unit)
+        equal_length=not varies_in_length(parallel), sequence_multiple=parallel.sequence_multiple, unit=unit,
+        count_multiple=parallel.pp if parallel.vpp > 1 else 1)
 
 
 def local_batches(trajectories: list[Trajectory], config: RunConfig) -> list[DeviceBatch]:
@@ -125,12 +127,12 @@ def to_device(batch: MicroBatch, routing: Routing | None = None) -> DeviceBatch:
         routing=routing)
 
 
-def policy_pass(model, batches: list[DeviceBatch], objectives: list[Objective], temperature: float,
-                forward_only: bool = False, before: Callable[[DeviceBatch], None] = lambda batch: None
+def policy_pass(chunks: list, batches: list[DeviceBatch], objectives: list[Objective], temperature: float,
+                forward_only: bool = False, around: Callable[[DeviceBatch], AbstractContextManager] = nullcontext
                 ) -> list[HeadOutput]:
     """Train (or only evaluate) the policy. Outputs per micro-batch on the last pipeline stage, [] elsewhere.
 
-    `before` is called with each micro-batch right before its forward.
+    `around` gives a context for each forward of a micro-batch (of a chunk); no backward runs inside it.
     """
     outputs: list[HeadOutput] = []
 
@@ -150,16 +152,16 @@ def policy_pass(model, batches: list[DeviceBatch], objectives: list[Objective], 
 
     def step(iterator, model):
         batch, objective = next(iterator)
-        before(batch)
-        loss = model(batch.tokens, batch.positions, None, packed_seq_params=batch.packed, output_processor=head,
-                     output_processor_context=(batch, objective))
+        with around(batch):
+            loss = model(batch.tokens, batch.positions, None, packed_seq_params=batch.packed, output_processor=head,
+                         output_processor_context=(batch, objective))
         return loss, lambda loss: (loss, _count(batch), {})
 
-    _run(model, step, list(zip(batches, objectives, strict=True)), batches[0], forward_only)
+    _run(chunks, step, list(zip(batches, objectives, strict=True)), batches[0], forward_only)
     return outputs
 
 
-def value_pass(model, batches: list[DeviceBatch], loss: Callable[[DeviceBatch, Tensor, Tensor], Tensor],
+def value_pass(chunks: list, batches: list[DeviceBatch], loss: Callable[[DeviceBatch, Tensor, Tensor], Tensor],
                forward_only: bool = False) -> None:
     """Train the critic. `loss(batch, outputs [k, width], last_outputs [j, width])` gives a sum over the held action
     tokens from the head's outputs for them and at the ends of trajectories (last pipeline stage only)."""
@@ -173,20 +175,20 @@ def value_pass(model, batches: list[DeviceBatch], loss: Callable[[DeviceBatch, T
             return loss(batch, outputs[batch.predict], outputs[batch.last].detach()), _count(batch), {}
         return output, loss_of
 
-    _run(model, step, batches, batches[0], forward_only)
+    _run(chunks, step, batches, batches[0], forward_only)
 
 
 def _count(batch: DeviceBatch) -> Tensor:
     return torch.tensor(len(batch.targets), dtype=torch.int, device=runtime.device())
 
 
-def _run(model, step, items: list, first: DeviceBatch, forward_only: bool) -> None:
+def _run(chunks: list, step, items: list, first: DeviceBatch, forward_only: bool) -> None:
     # seq_length matters only where micro-batches are of equal length; otherwise pipeline stages exchange shapes
     seq_length = len(first.source.tokens)  # whole: Megatron divides it by the context parallel size
     with torch.set_grad_enabled(not forward_only):  # Megatron's own switch only leaves out the backward
         get_forward_backward_func()(
-            forward_step_func=step, data_iterator=iter(items), model=[model], num_microbatches=len(items),
-            seq_length=seq_length, micro_batch_size=1, forward_only=forward_only)
+            forward_step_func=step, data_iterator=[iter(items) for _ in chunks], model=chunks,
+            num_microbatches=len(items), seq_length=seq_length, micro_batch_size=1, forward_only=forward_only)
 
 
 def reports() -> bool:

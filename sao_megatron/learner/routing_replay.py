@@ -66,24 +66,41 @@ class ReplayedRouter:
         return self.choice
 
 
+class _Chunk:
+    """The routers of one chunk of the model."""
+
+    def __init__(self, model: GPTModel, before: int):
+        """`before`: numbers that this rank's rows hold of the chunks before this one."""
+        layers = [layer for layer in model.decoder.layers if isinstance(layer.mlp, MoELayer)]
+        self.layers = [layer.layer_number - 1 for layer in layers]
+        self.routers = [ReplayedRouter() for _ in layers]
+        for layer, router in zip(layers, self.routers, strict=True):
+            layer.mlp.router.router_replay = router
+        k = model.config.moe_router_topk
+        self.first_layer = min(self.layers, default=0)
+        self.columns = slice(self.first_layer * k, (max(self.layers, default=-1) + 1) * k)
+        """Of a recorded row, what is this chunk's."""
+        self.held = slice(before, before + self.columns.stop - self.columns.start)
+        """Where that is in this rank's rows."""
+
+
 class RoutingReplay:
     """All routers of this rank's part of a policy. From now on every micro-batch that goes through it is routed as
     recorded. Raises RunError at a choice that the model cannot make."""
 
-    def __init__(self, model: GPTModel):
-        self.config = model.config
+    def __init__(self, chunks: list[GPTModel]):
+        self.config = chunks[0].config
         if self.config.moe_router_fusion:
             raise ValueError("moe_router_fusion: Megatron-Core's fused router asks nobody for its top-k")
-        self.layers = [layer for layer in model.decoder.layers if isinstance(layer.mlp, MoELayer)]
-        self.routers = [ReplayedRouter() for _ in self.layers]
-        for layer, router in zip(self.layers, self.routers, strict=True):
-            layer.mlp.router.router_replay = router
-        numbers = [layer.layer_number - 1 for layer in self.layers]
-        self.first_layer = min(numbers, default=0)
-        k = self.config.moe_router_topk
-        self.columns = slice(self.first_layer * k, (max(numbers, default=-1) + 1) * k)
+        self._chunks: dict[GPTModel, _Chunk] = {}
+        for chunk in chunks:
+            self._chunks[chunk] = _Chunk(chunk, sum(c.held.stop - c.held.start for c in self._chunks.values()))
+            chunk.register_forward_pre_hook(self._begin, with_kwargs=True)
+
+    @property
+    def columns(self) -> list[slice]:
         """Of a recorded row, what is this pipeline stage's."""
-        model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        return [chunk.columns for chunk in self._chunks.values()]
 
     def deal(self, batches: list[MicroBatch], trajectories: list[Trajectory]) -> list[Routing | None]:
         """Of each of this rank's micro-batches the recorded routing of the tokens and layers that it routes, for
@@ -94,19 +111,20 @@ class RoutingReplay:
 
     def _begin(self, model: GPTModel, arguments: tuple, keywords: dict) -> None:
         batch, _ = keywords["output_processor_context"]  # learner/passes.py: (DeviceBatch, Objective)
-        choices = self._choices(batch) if batch.routing is not None else [None] * len(self.routers)
-        for router, choice in zip(self.routers, choices, strict=True):
+        chunk = self._chunks[model]
+        choices = self._choices(chunk, batch) if batch.routing is not None else [None] * len(chunk.routers)
+        for router, choice in zip(chunk.routers, choices, strict=True):
             router.choice, router.training = choice, torch.is_grad_enabled()
 
-    def _choices(self, batch: DeviceBatch) -> list[Choice]:
+    def _choices(self, chunk: _Chunk, batch: DeviceBatch) -> list[Choice]:
         """Each layer's, for this rank's tokens."""
         experts, recorded = (torch.from_numpy(array).to(batch.tokens.device)
-                             for array in (batch.routing.experts, batch.routing.recorded))
+                             for array in (batch.routing.experts[:, chunk.held], batch.routing.recorded))
         k = self.config.moe_router_topk
         by_layer = experts.unflatten(1, (experts.shape[1] // k, k)).transpose(0, 1)
-        mine = [layer.layer_number - 1 - self.first_layer for layer in self.layers]  # between them may be dense ones
+        mine = [layer - chunk.first_layer for layer in chunk.layers]  # between them may be dense ones
         experts = by_layer[mine].contiguous()  # [layers, rows, k]
-        self._check(experts, recorded, batch.source)
+        self._check(chunk, experts, recorded, batch.source)
         return [Choice(part, recorded[:, None]) for part in experts]
 
     def _rows(self, batch: MicroBatch) -> np.ndarray:
@@ -117,7 +135,7 @@ class RoutingReplay:
             return rows
         return np.split(rows, ps.get_tensor_model_parallel_world_size())[ps.get_tensor_model_parallel_rank()]
 
-    def _check(self, experts: Tensor, recorded: Tensor, batch: MicroBatch) -> None:
+    def _check(self, chunk: _Chunk, experts: Tensor, recorded: Tensor, batch: MicroBatch) -> None:
         """k different experts of the model in every layer: a dispatcher would lose count of anything else."""
         ordered = experts.sort(-1).values
         wrong = ((ordered[..., 1:] == ordered[..., :-1]).any(-1) | (ordered[..., -1] >= self.config.num_moe_experts)
@@ -127,7 +145,7 @@ class RoutingReplay:
             place = self._rows(batch)[row]
             owner, token = batch.trajectories[int(np.searchsorted(batch.last, place))], batch.positions[place]
             raise RunError(f"trajectory {owner.id}: the engine recorded experts {experts[layer, row].tolist()} for its "
-                           f"token {token} in layer {self.layers[layer].layer_number - 1}, expected "
+                           f"token {token} in layer {chunk.layers[layer]}, expected "
                            f"{experts.shape[-1]} different ones of "
                            f"{self.config.num_moe_experts}: set rollout.routing_replay=false if its SGLang does not "
                            f"report the routing of this architecture")

@@ -18,7 +18,7 @@ from sao_megatron.trajectory.routing import Routing, pick, runs
 from sao_megatron.trajectory.types import Trajectory
 
 
-def deal(trajectories: list[Trajectory], batches: list[MicroBatch], tokens: list[np.ndarray], columns: slice,
+def deal(trajectories: list[Trajectory], batches: list[MicroBatch], tokens: list[np.ndarray], columns: list[slice],
          shape: tuple[int, int]) -> list[Routing | None]:
     """This rank's routing of each of its micro-batches (collective).
 
@@ -36,7 +36,7 @@ def deal(trajectories: list[Trajectory], batches: list[MicroBatch], tokens: list
     requests: list | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object((columns, wanted), requests, dst=0)
     parts = [t.routing for t in trajectories]
-    width = columns.stop - columns.start
+    width = sum(part.stop - part.start for part in columns)
     sizes = torch.tensor([_size(int((own >= 0).sum()), width, dtype) for own in tokens], device=runtime.device())
     dist.all_reduce(sizes, dist.ReduceOp.MAX)
     shares = []

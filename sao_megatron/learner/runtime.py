@@ -64,6 +64,7 @@ def initialize(parallel: ParallelSection, seed: int, timeout_seconds: float = 60
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tp, pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
         context_parallel_size=parallel.cp,
         expert_model_parallel_size=parallel.ep, expert_tensor_parallel_size=parallel.etp,
         create_gloo_process_groups=False, distributed_timeout_minutes=max(1, int(timeout_seconds / 60)))
@@ -71,18 +72,19 @@ def initialize(parallel: ParallelSection, seed: int, timeout_seconds: float = 60
     torch.manual_seed(seed)
 
 
-def block_spec(config):
-    """Transformer layer spec: TransformerEngine's on a GPU, the plain-torch one (learner/torch_spec.py) without."""
+def block_spec(config, chunk: int | None):
+    """Transformer layer spec: TransformerEngine's on a GPU, the plain-torch one (learner/torch_spec.py) without.
+    `chunk`: which of this rank's, in a virtual pipeline."""
     if has_gpu() and config.experimental_attention_variant:
         from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
             get_transformer_block_with_experimental_attention_variant_spec,
         )
-        return get_transformer_block_with_experimental_attention_variant_spec(config)
+        return get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage=chunk)
     if has_gpu():
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True)
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk)
     from sao_megatron.learner import torch_spec
-    return torch_spec.block_spec(config)
+    return torch_spec.block_spec(config, chunk)
 
 
 def fused_kernels() -> dict:

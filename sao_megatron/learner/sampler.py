@@ -40,7 +40,7 @@ class Sampler:
     """`load` weights before the first request."""
 
     def __init__(self, hf_config: dict, dtype: torch.dtype, seed: int):
-        self.model = models.build(hf_config, ParallelSection(), dtype).eval().requires_grad_(False)
+        self.model = models.build(hf_config, ParallelSection(), dtype)[0].eval().requires_grad_(False)
         self.generator = torch.Generator(runtime.device()).manual_seed(seed)
         self.version = -1
         self._waiting: list[_Request] = []

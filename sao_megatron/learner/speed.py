@@ -64,4 +64,5 @@ class Speed:
         return found | self.store.get_state(ENGINES, {})
 
     def _bubble(self, micro_batches: float) -> float:
-        return (self.config.parallel.pp - 1) / (micro_batches + self.config.parallel.pp - 1)
+        idle = (self.config.parallel.pp - 1) / self.config.parallel.vpp
+        return idle / (micro_batches + idle)

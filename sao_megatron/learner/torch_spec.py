@@ -85,11 +85,12 @@ class _Grid:
         self.mask = torch.arange(self.keys.shape[1]) <= self.queries.spread(positions[:, None, None])
 
 
-def block_spec(config):
-    """Layers of this pipeline stage and the final norm."""
+def block_spec(config, chunk: int | None):
+    """Layers of this pipeline stage (of a virtual pipeline: of its chunk number `chunk`) and the final norm."""
     plain = copy(config)
     plain.experimental_attention_variant = None  # Megatron makes the sparse kind of TransformerEngine's layers only
-    block = get_gpt_decoder_block_spec(plain, use_transformer_engine=False, normalization=config.normalization)
+    block = get_gpt_decoder_block_spec(plain, use_transformer_engine=False, normalization=config.normalization,
+                                       vp_stage=chunk)
     for spec in block.layer_specs:
         layer = spec.submodules
         layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm

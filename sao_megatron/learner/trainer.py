@@ -58,16 +58,16 @@ class Trainer:
         algorithm = config.algorithm.model_dump()
         self.preset: Preset = resolve(algorithm.pop("preset"), **algorithm)
         check_batch(self.preset, config.batch.trajectories, config.batch.mini_batches)
-        module = models.build(hf_config, config.parallel, self.dtype)
-        self.policy_shards = ShardMap(module, hf_config)
+        self.policy_chunks = models.build(hf_config, config.parallel, self.dtype)
+        self.policy_shards = ShardMap(self.policy_chunks, hf_config)
         if source is not None:
             self.policy_shards.load(source)
-        self.replay = RoutingReplay(module) if config.rollout.routing_replay else None
-        self.expert_load = ExpertLoad(module) if module.config.num_moe_experts else None
-        self.policy_ddp = wrap(module)
+        self.replay = RoutingReplay(self.policy_chunks) if config.rollout.routing_replay else None
+        self.expert_load = ExpertLoad(self.policy_chunks) if "num_experts" in hf_config else None
+        self.policy_ddp = wrap(self.policy_chunks)
         self.policy: Optimized | None = None
         self.critic: Critic | None = None
-        self.reference = None
+        self.reference: list | None = None
         """The policy's starting weights, frozen, where the behaviour policy is the reference."""
         self.running_mean = adv.RunningMean()
 
@@ -76,15 +76,16 @@ class Trainer:
         updates = self.config.steps * self.config.batch.mini_batches
         self.policy = Optimized(self.policy_ddp, self.config.policy_optimizer, updates)
         if self.preset.behaviour == "reference":
-            self.reference = models.build(self.hf_config, self.config.parallel, self.dtype).requires_grad_(False)
-            self.reference.load_state_dict(self.policy_ddp.module.state_dict())
+            self.reference = models.build(self.hf_config, self.config.parallel, self.dtype)
+            for chunk, policy in zip(self.reference, self.policy_chunks, strict=True):
+                chunk.requires_grad_(False).load_state_dict(policy.state_dict())
         if not self.preset.has_critic:
             return
         self.critic = Critic(self.config, self.hf_config, self.preset, self.config.total_steps)
         if self.config.critic.path is not None:
             self.critic.start_from_critic(self.config.critic.path)
         else:
-            self.critic.start_from_policy(self.policy_ddp.module)
+            self.critic.start_from_policy(self.policy_chunks)
 
     def train_step(self, trajectories: list[Trajectory], version: int, update_policy: bool = True,
                    timer=None) -> StepResult:
@@ -151,7 +152,7 @@ class Trainer:
         if self.expert_load is None:
             return policy_pass(self.policy.ddp, mini.batches, wanted, temperature)
         self.expert_load.begin(mini.batches)
-        outputs = policy_pass(self.policy.ddp, mini.batches, wanted, temperature, before=self.expert_load.watch)
+        outputs = policy_pass(self.policy.ddp, mini.batches, wanted, temperature, around=self.expert_load.watch)
         self.expert_load.finish()
         return outputs
 

@@ -89,8 +89,8 @@ METRICS = (
     Metric("learner/flops_per_second", "FLOP/s", "of a learner rank: what the model needs for the step (below), over "
            "seconds/step"),
     Metric("learner/mfu", "share", "the same over the GPU's peak; only on a GPU that telemetry/flops.py knows"),
-    Metric("learner/bubble", "share", "of an ideal 1F1B pipeline of equal micro-batches: (p − 1) / (m + p − 1) for p "
-           "stages and m micro-batches of a policy update"),
+    Metric("learner/bubble", "share", "of an ideal 1F1B pipeline of equal micro-batches: i / (m + i), i = (p − 1) / v, "
+           "for p stages of v chunks and m micro-batches of a policy update"),
     Metric("engine/flops_per_second", "FLOP/s", "of one GPU of an engine (of an engine's rank on a CPU): a forward of "
            "every token of what reached the store, each once, over seconds/step; contexts are taken to be the batch's"),
     Metric("engine/mfu", "share", "the same over the learner's GPU's peak"),

@@ -106,7 +106,7 @@ def mini_batches(trajectories: list[Trajectory], count: int, group_size: int = 1
 
 def micro_batches(trajectories: list[Trajectory], dp_size: int, dp_rank: int, token_budget: int,
                   multiple_of: int = 1, equal_length: bool = False, sequence_multiple: int = 1,
-                  unit: int = 1) -> list[MicroBatch]:
+                  unit: int = 1, count_multiple: int = 1) -> list[MicroBatch]:
     """This data parallel rank's share of a global batch, the same number of micro-batches on every rank.
 
     Deterministic: every rank calls it with the same list. A micro-batch exceeds `token_budget` only when one
@@ -114,14 +114,15 @@ def micro_batches(trajectories: list[Trajectory], dp_size: int, dp_rank: int, to
     multiples of `multiple_of` (sequence parallelism splits them evenly), and one and the same over all micro-batches
     and ranks with `equal_length` (the allgather dispatcher exchanges equal shapes). Every sequence, padding included,
     is a multiple of `sequence_multiple`, which must divide `multiple_of` (context parallelism cuts sequences up). Each
-    `unit` consecutive trajectories stay together, in order (the pairs of a preference).
+    `unit` consecutive trajectories stay together, in order (the pairs of a preference). Their number is a multiple of
+    `count_multiple` (a virtual pipeline takes as many at a time as it has stages).
     """
     units = [range(i, min(i + unit, len(trajectories))) for i in range(0, len(trajectories), unit)]
     sizes = [sum(sum(_padded(trajectories[i], sequence_multiple)) for i in members) for members in units]
     ranks = []  # per rank: micro-batches of unit indices
     for share in _balance(sizes, dp_size):
         ranks.append([[share[i] for i in bin] for bin in _fill([sizes[i] for i in share], token_budget)])
-    count = max(len(bins) for bins in ranks)
+    count = _round_up(max(len(bins) for bins in ranks), count_multiple)
 
     def packed_length(members: list[int]) -> int:
         return _round_up(max(sum(sizes[u] for u in members), 1), multiple_of)

@@ -48,18 +48,22 @@ def runs(numbers: np.ndarray) -> np.ndarray:
     return np.stack([numbers[begins], numbers[ends - 1] + 1], 1)
 
 
-def pick(parts: list[Routing | None], starts: np.ndarray, rows: np.ndarray, columns: slice, dtype) -> Routing:
+def pick(parts: list[Routing | None], starts: np.ndarray, rows: np.ndarray, columns: list[slice],
+         dtype) -> Routing:
     """`rows` (int64 [r, 2], as of `runs`) and `columns` of `parts` laid one after the other; part i begins at row
     `starts[i]` (int64 [parts + 1], the last one is the end). What a part of None has is not recorded."""
     count, place = int((rows[:, 1] - rows[:, 0]).sum()), 0
-    picked = Routing(np.zeros((count, columns.stop - columns.start), dtype), np.zeros(count, bool))
+    ends = np.cumsum([0, *(part.stop - part.start for part in columns)])
+    picked = Routing(np.zeros((count, ends[-1]), dtype), np.zeros(count, bool))
     for first, end in rows.tolist():
         while first < end:
             index = int(np.searchsorted(starts, first, side="right")) - 1
             stop = min(end, int(starts[index + 1]))
             here, there = slice(first - starts[index], stop - starts[index]), slice(place, place + stop - first)
             if part := parts[index]:
-                picked.experts[there], picked.recorded[there] = part.experts[here, columns], part.recorded[here]
+                picked.recorded[there] = part.recorded[here]
+                for left, right, wanted in zip(ends[:-1], ends[1:], columns, strict=True):
+                    picked.experts[there, left:right] = part.experts[here, wanted]
             first, place = stop, there.stop
     return picked
 

@@ -33,12 +33,12 @@ class Parameter:
 
 
 class ShardMap:
-    """The local parameters of one model chunk (this rank's pipeline stage) tied to HF names.
+    """The local parameters of a model (this rank's pipeline stage, in one chunk or several) tied to HF names.
 
     Built from the module itself, so that a parameter without a rule is an error (KeyError), never skipped.
     """
 
-    def __init__(self, model, hf_config: dict, skip: frozenset[str] = frozenset(),
+    def __init__(self, chunks: list, hf_config: dict, skip: frozenset[str] = frozenset(),
                  rules: dict[str, Rule] | None = None):
         """`skip`: parameters to leave out. `rules`: those that come before the family's, by Megatron name."""
         self.geometry = Geometry(hf_config["num_attention_heads"], hf_config["num_key_value_heads"],
@@ -46,13 +46,13 @@ class ShardMap:
         family = family_of(hf_config)
         self.tied = hf_config["tie_word_embeddings"]
         self.parameters: list[Parameter] = []
-        for local_name, tensor in _named_weights(model):
+        for chunk, local_name, tensor in _named_weights(chunks):
             if local_name in skip:
                 continue
             if rules and local_name in rules:
                 self.parameters.append(Parameter(tensor, rules[local_name], rules[local_name].hf))
                 continue
-            rule, names = family.find(_global_name(model, local_name))
+            rule, names = family.find(_global_name(chunk, local_name))
             if self.tied and names == ("lm_head.weight",):
                 names = ("model.embed_tokens.weight",)
             self.parameters.append(Parameter(tensor, rule, names))
@@ -93,10 +93,11 @@ class ShardMap:
                 yield from zip(parameter.hf_names, split(parameter.rule, shards, self.geometry), strict=True)
 
 
-def _named_weights(model) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and the buffers that a checkpoint holds: the routers' correction biases."""
-    yield from model.named_parameters()
-    yield from ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(".expert_bias"))
+def _named_weights(chunks: list) -> Iterator[tuple[torch.nn.Module, str, Tensor]]:
+    """Parameters and the buffers that a checkpoint holds, the routers' correction biases, each with its chunk."""
+    for chunk in chunks:
+        yield from ((chunk, *named) for named in chunk.named_parameters())
+        yield from ((chunk, *named) for named in chunk.named_buffers() if named[0].endswith(".expert_bias"))
 
 
 def _owner(rule: Rule) -> int | None:
@@ -123,7 +124,7 @@ def _gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 
 def _global_name(model, name: str) -> str:
-    """Local names count layers and experts from 0 on every rank; rules speak of global ones."""
+    """Local names count layers and experts from 0 in every chunk; rules speak of global ones."""
     if match := re.match(r"decoder\.layers\.(\d+)\.(.*)", name):
         layer = model.decoder.layers[int(match[1])].layer_number - 1
         name = f"decoder.layers.{layer}.{match[2]}"

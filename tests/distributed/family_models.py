@@ -16,7 +16,7 @@ from reference import hf_gradients, hf_logprobs, make_trajectories
 
 from sao_megatron.trajectory.types import Trajectory
 
-COMMON = dict(vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+COMMON = dict(vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
               initializer_range=0.1, max_position_embeddings=512, pad_token_id=None)
 GQA = COMMON | dict(num_key_value_heads=2, head_dim=16)
 EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=32)
@@ -43,7 +43,7 @@ MODELS = {
     # few indexer heads would all be cut to 0 by their ReLU here and there, and two such keys tie
     "glm5": ("GlmMoeDsa", MLA | dict(index_topk=6, index_n_heads=32, index_head_dim=16, rms_norm_eps=1e-6)),
     "glm5_2": ("GlmMoeDsa", MLA | dict(
-        num_hidden_layers=4, index_topk_freq=2, index_skip_topk_offset=1,
+        index_topk_freq=2, index_skip_topk_offset=1,
         index_topk=6, index_n_heads=32, index_head_dim=16, rms_norm_eps=1e-6)),
 }
 WITH_EXPERTS = [name for name, (_, fields) in MODELS.items() if "num_experts_per_tok" in fields]

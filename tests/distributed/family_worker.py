@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 from sao_megatron.learner import runtime, trainer
 from family_models import trajectories
+from layout_worker import plain_ddp
 from megatron.core import parallel_state as ps
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from sao_megatron import config as configs
 from sao_megatron.algorithm.objective import NegativeLogLikelihood
 from sao_megatron.learner import memory
@@ -38,16 +38,15 @@ def export(shards: ShardMap) -> dict[str, torch.Tensor]:
     return on_rank_zero({name: t.clone() for owner in shards.owners() for name, t in shards.export(owner)})
 
 
-def train_pass(module, parallel) -> dict[str, np.ndarray]:
+def train_pass(chunks: list, parallel) -> dict[str, np.ndarray]:
     """Log-probs by trajectory number; gradients of the mean NLL are left in main_grad."""
     everything = trajectories()
     index = {t.tokens.tobytes(): number for number, t in enumerate(everything)}
-    ddp = DistributedDataParallel(module.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), module)
-    ddp.zero_grad_buffer()
+    ddp = plain_ddp(chunks)
     batches = [to_device(batch) for batch in micro_batches(
         everything, ps.get_data_parallel_world_size(), ps.get_data_parallel_rank(), 60,
         multiple_of=parallel.packed_multiple, equal_length=not models.varies_in_length(parallel),
-        sequence_multiple=parallel.sequence_multiple)]
+        sequence_multiple=parallel.sequence_multiple, count_multiple=parallel.pp if parallel.vpp > 1 else 1)]
     outputs = policy_pass(ddp, batches, [NegativeLogLikelihood()] * len(batches), 1.0)
     found = {}
     for batch, output in zip(batches, outputs, strict=False):
@@ -65,18 +64,22 @@ def critic_of(hf_config: dict, parallel, policy):
     return critic
 
 
-def training(model) -> dict:
+def named(chunks: list):
+    return ((name, parameter) for chunk in chunks for name, parameter in chunk.named_parameters())
+
+
+def training(chunks: list) -> dict:
     """The parameters of attention that train, without layer numbers, and whether all others do."""
-    inside = {name.split(".self_attention.")[1] for name, p in model.named_parameters()
+    inside = {name.split(".self_attention.")[1] for name, p in named(chunks)
               if ".self_attention." in name and p.requires_grad}
-    others = all(p.requires_grad for name, p in model.named_parameters() if ".self_attention." not in name)
+    others = all(p.requires_grad for name, p in named(chunks) if ".self_attention." not in name)
     return dict(attention=sorted(inside), others=others)
 
 
-def counted(model, parallel, hf_config: dict, value_outputs: int = 0) -> dict:
+def counted(chunks: list, parallel, hf_config: dict, value_outputs: int = 0) -> dict:
     """Parameters of this rank by kind, as they are and as learner/memory.py reckons them."""
     found = dict(attention=0, indexer=0, rest=0, experts=0)
-    for name, parameter in model.named_parameters():
+    for name, parameter in named(chunks):
         kinds = (("indexer", ".indexer."), ("attention", ".self_attention."), ("experts", ".experts."))
         kind = next((kind for kind, part in kinds if part in name), "rest")
         found[kind] += parameter.numel()
@@ -87,7 +90,7 @@ def counted(model, parallel, hf_config: dict, value_outputs: int = 0) -> dict:
 def activations(module, parallel, hf_config: dict) -> float:
     """Bytes that a forward keeps for its backward, over what learner/memory.py reckons for the layers."""
     kept, storages = [], {}
-    weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    weights = {parameter.untyped_storage().data_ptr() for _, parameter in named([module])}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -96,7 +99,7 @@ def activations(module, parallel, hf_config: dict) -> float:
             storages[storage.data_ptr()] = storage.nbytes()
         return tensor
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        train_pass(module, parallel)
+        train_pass([module], parallel)
     fields = family_of(hf_config).transformer_config(hf_config)
     tokens = sum(len(trajectory) for trajectory in trajectories())
     reckoned = sum(memory.layer_elements(fields, parallel, layer) for layer in range(fields["num_layers"])) * tokens * 4
@@ -106,11 +109,11 @@ def activations(module, parallel, hf_config: dict) -> float:
 def only_one_rank(folder: Path, hf_config: dict, module, saved: dict[str, torch.Tensor]) -> dict:
     """What does not depend on the layout."""
     twin = fused_twin(module, hf_config)
-    shards = ShardMap(twin, hf_config)
+    shards = ShardMap([twin], hf_config)
     shards.load(hf.SafetensorsFolder(folder))
-    models.freeze_attention(twin)
+    models.freeze_attention([twin])
     half = models.build(hf_config, configs.ParallelSection(), torch.bfloat16)
-    return dict(kept_fused=same(saved, export(shards)), frozen_fused=training(twin),
+    return dict(kept_fused=same(saved, export(shards)), frozen_fused=training([twin]),
                 activations=activations(module, configs.ParallelSection(), hf_config),
                 dtypes=sorted({str(p.tensor.dtype) for p in ShardMap(half, hf_config).parameters}))
 
@@ -167,17 +170,17 @@ def two_steps(folder: Path, parallel) -> list[dict[str, float]]:
 
 def measure(folder: Path, name: str, parallel) -> dict:
     hf_config = hf.read_config(folder / name)
-    module = models.build(hf_config, parallel, torch.float32)
-    shards = ShardMap(module, hf_config)
+    chunks = models.build(hf_config, parallel, torch.float32)
+    shards = ShardMap(chunks, hf_config)
     shards.load(hf.SafetensorsFolder(folder / name))
     saved = load_file(folder / name / "model.safetensors")
     kept = same(saved, export(shards))
-    alone = only_one_rank(folder / name, hf_config, module, saved) if dist.get_world_size() == 1 else {}
-    value_model = critic_of(hf_config, parallel, module)
+    alone = only_one_rank(folder / name, hf_config, chunks[0], saved) if dist.get_world_size() == 1 else {}
+    value_model = critic_of(hf_config, parallel, chunks)
     critic = training(value_model)
-    counts = on_rank_zero({f"{dist.get_rank()} policy": counted(module, parallel, hf_config),
+    counts = on_rank_zero({f"{dist.get_rank()} policy": counted(chunks, parallel, hf_config),
                            f"{dist.get_rank()} critic": counted(value_model, parallel, hf_config, value_outputs=1)})
-    logprobs, expected = train_pass(module, parallel), dict(np.load(folder / f"{name}.npz"))
+    logprobs, expected = train_pass(chunks, parallel), dict(np.load(folder / f"{name}.npz"))
     trained = [p for p in shards.parameters if p.tensor.requires_grad]
     shards.parameters = [Parameter(p.tensor.main_grad, p.rule, p.hf_names) for p in trained]
     errors = {}

@@ -37,7 +37,7 @@ def raised(recipe: str, start: dict | None, steps: int, lag: int = 0, overrides=
 
 def dropout(run: FixedLag) -> None:
     """Megatron's default of 0.1 left on."""
-    for layer in run.trainer.policy_ddp.module.decoder.layers:
+    for layer in run.trainer.policy_chunks[0].decoder.layers:
         layer.hidden_dropout = 0.1
 
 

@@ -22,14 +22,14 @@ from sao_megatron.weights import hf
 from sao_megatron.weights.shards import ShardMap, save_hf
 
 LAYOUTS = {"tp2": dict(tp=2), "ep2": dict(ep=2), "tp2ep2": dict(tp=2, ep=2), "tp2etp2": dict(tp=2, etp=2),
-           "pp2": dict(pp=2)}
+           "pp2": dict(pp=2), "pp2vpp2": dict(pp=2, vpp=2)}
 
 
-def sharded(module) -> dict:
+def sharded(chunks: list) -> dict:
     """The policy's part of what the learner saves."""
-    state = module.sharded_state_dict(metadata={
-        "distrib_optim_sharding_type": "fully_reshardable", "singleton_local_shards": False,
-        "dp_cp_group": ps.get_data_parallel_group(with_context_parallel=True)})
+    metadata = {"distrib_optim_sharding_type": "fully_reshardable", "singleton_local_shards": False,
+                "dp_cp_group": ps.get_data_parallel_group(with_context_parallel=True)}
+    state = {str(number): chunk.sharded_state_dict(metadata=metadata) for number, chunk in enumerate(chunks)}
     add_prefix_for_sharding(state, "policy.")
     return {"policy": state}
 
@@ -80,8 +80,8 @@ def main(folder: Path) -> None:
     for name, sizes in LAYOUTS.items():
         parallel = ParallelSection(ranks=2, **sizes)
         runtime.initialize(parallel, seed=0)
-        module = models.build(hf_config, parallel, torch.float32)
-        shards = ShardMap(module, hf_config)
+        chunks = models.build(hf_config, parallel, torch.float32)
+        shards = ShardMap(chunks, hf_config)
         source = hf.SafetensorsFolder(folder / "fused")
         shards.load(source)
         own = sum(parameter.tensor.nbytes for parameter in shards.parameters)
@@ -89,13 +89,15 @@ def main(folder: Path) -> None:
         dist.all_gather_object(counts, (source.bytes_read, own))
         read[name] = counts
         save_hf(shards, folder / f"saved-{name}", folder / "single", max_bytes=100_000)
-        module.load_state_dict(dist_checkpointing.load(sharded(module), str(folder / "meg"))["policy"], strict=False)
+        loaded = dist_checkpointing.load(sharded(chunks), str(folder / "meg"))["policy"]
+        for number, chunk in enumerate(chunks):
+            chunk.load_state_dict(loaded[str(number)], strict=False)
         save_hf(shards, folder / f"converted-{name}", folder / "single")
         if name == "pp2":
             save_hf(shards, folder / "saved-mtp", folder / "mtp", mtp=True)
         if name == "tp2ep2":
             (folder / "step-00000007").mkdir(exist_ok=True)
-            dist_checkpointing.save(sharded(module), str(folder / "step-00000007"))
+            dist_checkpointing.save(sharded(chunks), str(folder / "step-00000007"))
     read["damaged"] = damaged(shards, folder)
     if dist.get_rank() == 0:
         state = {"format": 1, "step": 7, "config": {"model": {"path": str(folder / "single")}}}

@@ -23,7 +23,8 @@ from sao_megatron.weights.shards import ShardMap
 from reference import make_trajectories
 
 LAYOUTS = [dict(name="dp2"), dict(name="dp2, tied", tied=True), dict(name="pp2", pp=2),
-           dict(name="pp2, tied", pp=2, tied=True), dict(name="tp2", tp=2)]
+           dict(name="pp2, tied", pp=2, tied=True), dict(name="pp2 vpp2", pp=2, vpp=2),
+           dict(name="pp2 vpp2, tied", pp=2, vpp=2, tied=True), dict(name="tp2", tp=2)]
 
 
 def head_on_shards() -> dict:
@@ -65,23 +66,27 @@ def gradients(folder: Path, parallel: ParallelSection, tied: bool, grad_scale_fu
     second step on, Megatron's first only learns the order)."""
     model_dir = folder / ("tied" if tied else "untied")
     hf_config = hf.read_config(model_dir)
-    module = models.build(hf_config, parallel, torch.float32)
-    ShardMap(module, hf_config).load(hf.SafetensorsFolder(model_dir))
-    ddp = DistributedDataParallel(module.config, DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, overlap_grad_reduce=True), module)
-    module.config.grad_scale_func = grad_scale_func
-    module.config.no_sync_func = ddp.no_sync
+    chunks = models.build(hf_config, parallel, torch.float32)
+    ShardMap(chunks, hf_config).load(hf.SafetensorsFolder(model_dir))
+    ddp = [DistributedDataParallel(chunk.config, DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, overlap_grad_reduce=True), chunk) for chunk in chunks]
+    config = chunks[0].config
+    config.grad_scale_func = grad_scale_func
+    config.no_sync_func = ddp[0].no_sync if len(ddp) == 1 else [chunk.no_sync for chunk in ddp]
     batches = [to_device(batch) for batch in micro_batches(
         make_trajectories(9), ps.get_data_parallel_world_size(), ps.get_data_parallel_rank(), 60,
-        multiple_of=parallel.tp, equal_length=not models.varies_in_length(parallel))]
+        multiple_of=parallel.tp, equal_length=not models.varies_in_length(parallel), count_multiple=parallel.pp)]
     assert len(batches) > 1
     steps = []
     for _ in range(2):
-        ddp.zero_grad_buffer()
+        for chunk in ddp:
+            chunk.zero_grad_buffer()
         policy_pass(ddp, batches, [NegativeLogLikelihood()] * len(batches), 1.0, forward_only=True)
-        assert not any(p.main_grad.any() for p in ddp.parameters()), "a pass without gradient added to main_grad"
+        added = any(p.main_grad.any() for chunk in ddp for p in chunk.parameters())
+        assert not added, "a pass without gradient added to main_grad"
         policy_pass(ddp, batches, [NegativeLogLikelihood()] * len(batches), 1.0)
-        steps.append({name: p.main_grad.clone() for name, p in module.named_parameters()})
+        steps.append({f"{number} {name}": p.main_grad.clone() for number, chunk in enumerate(chunks)
+                      for name, p in chunk.named_parameters()})
     return steps
 
 

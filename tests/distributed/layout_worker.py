@@ -31,24 +31,32 @@ def gather_export(shards: ShardMap) -> dict[str, np.ndarray]:
     return {name: tensor for part in parts for name, tensor in part.items()}
 
 
+def plain_ddp(chunks: list) -> list[DistributedDataParallel]:
+    """Without a distributed optimizer every rank holds whole gradients; they are zero."""
+    config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    wrapped = [DistributedDataParallel(chunk.config, config, chunk) for chunk in chunks]
+    for chunk in wrapped:
+        chunk.zero_grad_buffer()
+    return wrapped
+
+
 def policy_gradients(hf_config, source, parallel, data, token_budget: int, replayed=None):
     """Exported gradients of the policy loss (plain DDP, so that every rank holds whole reduced gradients).
 
     Then the number of micro-batches, how often each of this rank's layers was computed, and whether TP ranks agree.
     `replayed`: RoutingReplay, to have the trajectories' routing replayed.
     """
-    module = models.build(hf_config, parallel, torch.float32)
-    replay = replayed(module) if replayed else None
+    chunks = models.build(hf_config, parallel, torch.float32)
+    replay = replayed(chunks) if replayed else None
     passes = []
-    module.decoder.layers[0].register_forward_hook(lambda *_: passes.append(1))
-    shards = ShardMap(module, hf_config)
+    chunks[0].decoder.layers[0].register_forward_hook(lambda *_: passes.append(1))
+    shards = ShardMap(chunks, hf_config)
     shards.load(source)
-    ddp = DistributedDataParallel(module.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), module)
-    ddp.zero_grad_buffer()
+    ddp = plain_ddp(chunks)
     batches = micro_batches(
         data["trajectories"], ps.get_data_parallel_world_size(), ps.get_data_parallel_rank(), token_budget,
         multiple_of=parallel.packed_multiple, equal_length=not models.varies_in_length(parallel),
-        sequence_multiple=parallel.sequence_multiple)
+        sequence_multiple=parallel.sequence_multiple, count_multiple=parallel.pp if parallel.vpp > 1 else 1)
     routing = replay.deal(batches, data["trajectories"]) if replay else [None] * len(batches)
     batches = [to_device(batch, part) for batch, part in zip(batches, routing, strict=True)]
     objectives = []

@@ -45,8 +45,8 @@ def own_routing(free: Trainer, trajectories: list) -> tuple:
 
     Layers without experts have zeros, as SGLang's do.
     """
-    recorders = [Recorder() for _ in free.policy_ddp.module.decoder.layers]
-    for layer, recorder in zip(free.policy_ddp.module.decoder.layers, recorders, strict=True):
+    recorders = [Recorder() for _ in free.policy_chunks[0].decoder.layers]
+    for layer, recorder in zip(free.policy_chunks[0].decoder.layers, recorders, strict=True):
         if isinstance(layer.mlp, MoELayer):
             layer.mlp.router.router_replay = recorder
     scores = free.score(trajectories)

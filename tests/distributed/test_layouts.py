@@ -30,6 +30,10 @@ LAYOUTS = {
         dict(name="pp2", pp=2, budget=80),
         dict(name="pp2, allgather", pp=2, budget=80, dispatcher="allgather"),
         dict(name="pp2 tied", pp=2, budget=60, data="tied"),
+        dict(name="pp2 vpp2", pp=2, vpp=2, budget=80), dict(name="pp2 vpp2, one micro-batch", pp=2, vpp=2, budget=10_000),
+        dict(name="pp2 vpp2 tied, recompute", pp=2, vpp=2, budget=60, data="tied", recompute="full"),
+        dict(name="pp2 vpp2, allgather", pp=2, vpp=2, budget=80, dispatcher="allgather"),
+        dict(name="pp2 vpp2, dropped", pp=2, vpp=2, budget=20, data="dropped"),
         dict(name="cp2", cp=2, budget=100), dict(name="cp2 ep2", cp=2, ep=2, budget=60),
         dict(name="dp2 ep2, dropped", ep=2, budget=20, data="dropped"), dict(name="dp2, lone", budget=20, data="lone"),
         dict(name="dp2, nothing kept", budget=60, data="nothing kept"),
@@ -41,7 +45,8 @@ LAYOUTS = {
         dict(name="tp2 ep2, recompute", tp=2, ep=2, budget=70, recompute="full"),
         dict(name="pp2 tied, recompute", pp=2, budget=60, data="tied", recompute="full"),
         dict(name="cp2, clipped", cp=2, budget=100, critic=CLIPPED)],
-    4: [dict(name="tp2 ep2 etp2", tp=2, ep=2, etp=2, budget=90), dict(name="pp2 ep2", pp=2, ep=2, budget=75),
+    4: [dict(name="pp4", pp=4, budget=80), dict(name="pp2 vpp2 tp2 ep2", pp=2, vpp=2, tp=2, ep=2, budget=75),
+        dict(name="tp2 ep2 etp2", tp=2, ep=2, etp=2, budget=90), dict(name="pp2 ep2", pp=2, ep=2, budget=75),
         dict(name="cp2 tp2 ep2", cp=2, tp=2, ep=2, budget=80),
         dict(name="cp2 pp2, allgather", cp=2, pp=2, budget=90, dispatcher="allgather"),
         dict(name="cp2 dp2 ep2, lone", cp=2, ep=2, budget=20, data="lone"),
@@ -51,7 +56,7 @@ LAYOUTS = {
 
 def make_sets(folder) -> tuple[dict, dict]:
     """Trajectories with HF's log-probs by name, and the naive loss's gradients as name/parameter."""
-    models = {tied: make_model(folder / ("tied" if tied else "untied"), tied) for tied in (False, True)}
+    models = {tied: make_model(folder / ("tied" if tied else "untied"), tied, layers=4) for tied in (False, True)}
     usual, dropped, nothing = make_trajectories(13), make_trajectories(7, seed=3), make_trajectories(4, seed=4)
     lone = make_lone_trajectory()
     for trajectories in (usual, dropped, lone):

@@ -21,7 +21,7 @@ def main(folder: Path) -> None:
     runtime.initialize(ParallelSection(), seed=0)
     config = hf.read_config(folder / "model")
     sampler = Sampler(config, torch.float32, seed=7)
-    ShardMap(sampler.model, config).load(hf.SafetensorsFolder(folder / "model"))
+    ShardMap([sampler.model], config).load(hf.SafetensorsFolder(folder / "model"))
     sampler.load(dict(sampler.model.state_dict()), version=5)
 
     async def sample() -> list:

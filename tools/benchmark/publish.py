@@ -49,8 +49,7 @@ def learner(folder: Path) -> None:
     config = recipes.load(folder / "recipe.yaml")
     runtime.initialize(config.parallel, seed=0)
     hf_config = hf.read_config(config.model.path)
-    module = models.build(hf_config, config.parallel, torch.float32)
-    shards = ShardMap(module, hf_config)
+    shards = ShardMap(models.build(hf_config, config.parallel, torch.float32), hf_config)
     shards.load(hf.FreshTensors(0, 0.02))
     raw, rounds = None, []
     if dist.get_rank() == 0:

@@ -89,7 +89,7 @@ def sample(folder: Path, count: int, length: int) -> list[Trajectory]:
 def count_differences(learner: Trainer) -> list[int]:
     """From now on: [choices that the learner's routers would make otherwise, choices replayed]."""
     counts = [0, 0]
-    for layer in learner.policy_ddp.module.decoder.layers:
+    for layer in learner.policy_chunks[0].decoder.layers:
         router = layer.mlp.router.router_replay
         original = router.get_replay_topk
 
