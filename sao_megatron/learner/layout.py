@@ -30,10 +30,14 @@ def check(config: RunConfig, hf_config: dict) -> None:
                             f"{hf_config[field]}): choose a divisor")
     layers, chunks = hf_config["num_hidden_layers"], parallel.pp * parallel.vpp
     if layers % chunks:
-        raise UserError(f"parallel.pp={parallel.pp} times parallel.vpp={parallel.vpp} does not divide the model's layers "
-                        f"(num_hidden_layers={layers}): choose divisors")
+        raise UserError(f"{_pipeline(parallel)} does not divide the model's layers (num_hidden_layers={layers}): "
+                        "choose a divisor")
     if "index_topk" in hf_config:
         _check_sparse_attention(parallel, hf_config)
+
+
+def _pipeline(parallel: ParallelSection) -> str:
+    return f"parallel.pp={parallel.pp}" + (f" times parallel.vpp={parallel.vpp}" if parallel.vpp > 1 else "")
 
 
 def _check_sparse_attention(parallel: ParallelSection, hf_config: dict) -> None:
@@ -43,5 +47,5 @@ def _check_sparse_attention(parallel: ParallelSection, hf_config: dict) -> None:
     kinds = indexer_types(hf_config)
     for start in range(0, len(kinds), len(kinds) // (parallel.pp * parallel.vpp)):
         if kinds[start] == "shared":
-            raise UserError(f"parallel.pp={parallel.pp} times parallel.vpp={parallel.vpp}: a run of layers would start "
-                            f"with layer {start}, which uses the indexer of a layer before it: choose others")
+            raise UserError(f"{_pipeline(parallel)}: a pipeline stage would start with layer {start}, which uses the "
+                            "indexer of a layer before it: choose another number")

@@ -69,7 +69,7 @@ def describe(config: RunConfig, model: Model) -> str:
     cluster, parallel, places = config.cluster, config.parallel, placement(config)
     kind = f"{cluster.gpus_per_node} GPUs" if cluster.gpus_per_node else "no GPU"
     spare = f", {cluster.spare_nodes} spare" if cluster.spare_nodes else ""
-    layout = " · ".join(f"{name}{getattr(parallel, name)}" for name in ("tp", "pp", "cp", "dp", "ep", "etp")
+    layout = " · ".join(f"{name}{getattr(parallel, name)}" for name in ("tp", "pp", "vpp", "cp", "dp", "ep", "etp")
                         if getattr(parallel, name) > 1) or "one rank"
     over = f" over {places.nodes_per_engine} nodes" if places.nodes_per_engine > 1 else ""
     total = memory.parameters(model.hf_config, run_config.ParallelSection()).total

@@ -93,7 +93,9 @@ def one_process(model_dir: Path, parallel, trajectories: list) -> dict:
 def held_together(learner: Trainer, trajectories: list) -> int:
     """Recorded choices (of one layer, of one token) that all ranks together hold after the routing was dealt."""
     shares = learner.replay.deal(local_micro_batches(trajectories, learner.config), trajectories)
-    held = torch.tensor(sum(int(share.recorded.sum()) for share in shares) * len(learner.replay.layers))
+    layers = sum(columns.stop - columns.start for columns in learner.replay.columns)
+    layers //= learner.hf_config["num_experts_per_tok"]
+    held = torch.tensor(sum(int(share.recorded.sum()) for share in shares) * layers)
     dist.all_reduce(held)
     return int(held)
 
@@ -119,12 +121,12 @@ def main(folder: Path, layouts: list[dict]) -> None:
             gradient={k: float(np.linalg.norm(gradients[k] - v) / (np.linalg.norm(v) or 1.0))
                       for k, v in expected.items()},
             logprob=apart(scores, data["logprobs"]))
-        if name == "pp2":  # the first stage has a layer without experts, and nothing else
+        if name in ("pp2", "pp2 vpp2"):  # the first run of layers has one without experts; with vpp, nothing else
             changed, one_rank = pickle.loads((folder / "deepseek_v3" / "other.pkl").read_bytes())
             if dist.get_rank():
                 changed = [replace(t, routing=None) for t in changed]
             scores = make_learner(folder / "deepseek_v3", parallel, budget).score(changed)
-            results["pp2, deepseek_v3"] = dict(gradient={}, logprob=apart(scores, one_rank))
+            results[f"{name}, deepseek_v3"] = dict(gradient={}, logprob=apart(scores, one_rank))
         if parallel.ranks == 1 and "one process, model" not in results:
             for model in ("model", "deepseek_v3"):
                 results[f"one process, {model}"] = one_process(folder / model, parallel, data["trajectories"])

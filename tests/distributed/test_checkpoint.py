@@ -10,12 +10,14 @@ import torch
 from reference import hf_logprobs, make_model, make_trajectories
 
 TP2_EP2, DP2_EP2, DP2, TP2, PP2 = dict(tp=2, ep=2), dict(ep=2), {}, dict(tp=2, etp=2), dict(pp=2)
+VPP2 = dict(pp=2, vpp=2)
 SAO, DPO = dict(preset="sao"), dict(preset="online_dpo")
 CASES = {
     "sao": dict(saved=TP2_EP2, algorithm=SAO, dtype="float32", kill=True,
                 loaded={"same": TP2_EP2, "other dp": DP2_EP2, "other ep": DP2}),
     "bf16": dict(saved=DP2, algorithm=SAO, dtype="bfloat16", loaded={"same": DP2}),
-    "no ep": dict(saved=DP2, algorithm=SAO, dtype="float32", loaded={"same": DP2, "tp": TP2, "pp": PP2}),
+    "no ep": dict(saved=DP2, algorithm=SAO, dtype="float32", loaded={"same": DP2, "tp": TP2, "pp": PP2, "vpp": VPP2}),
+    "vpp": dict(saved=VPP2, algorithm=SAO, dtype="float32", loaded={"same": VPP2, "dp": DP2, "pp": PP2}),
     "dpo": dict(saved=DP2_EP2, algorithm=DPO, dtype="float32", loaded={"same": DP2_EP2}),
     "running mean": dict(saved=DP2, algorithm=dict(preset="running_mean"), dtype="float32",
                          loaded={"same": DP2}),
@@ -25,7 +27,7 @@ CASES = {
 @pytest.fixture(scope="module")
 def results(tmp_path_factory, run_ranks):
     folder = tmp_path_factory.mktemp("checkpoint")
-    model, rng = make_model(folder / "model"), np.random.default_rng(3)
+    model, rng = make_model(folder / "model", layers=4), np.random.default_rng(3)
     trajectories = make_trajectories(16)
     for index, trajectory in enumerate(trajectories):
         trajectory.prompt_id, trajectory.group_id = f"p{index % 5}", f"g{index // 2}"
@@ -53,7 +55,8 @@ def test_same_layout_goes_on_bit_for_bit(results, case):
 
 
 # If one fails, a run cannot move to another number of GPUs, or silently starts with other weights or momentum there.
-@pytest.mark.parametrize(("case", "layout"), [("sao", "other dp"), ("no ep", "tp"), ("no ep", "pp")])
+@pytest.mark.parametrize(("case", "layout"), [("sao", "other dp"), ("no ep", "tp"), ("no ep", "pp"),
+                                              ("no ep", "vpp"), ("vpp", "dp"), ("vpp", "pp")])
 def test_other_layout_goes_on_closely(results, case, layout):
     straight, resumed = results[case]["straight"], results[case][layout]
     for part in ("policy", "critic"):

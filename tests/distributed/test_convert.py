@@ -17,10 +17,12 @@ from safetensors.torch import load_file, save_file
 ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).with_name("convert_worker.py")
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-LAYOUTS = ("tp2", "ep2", "tp2ep2", "tp2etp2", "pp2")  # of folder_worker.py
+LAYOUTS = ("tp2", "ep2", "tp2ep2", "tp2etp2", "pp2", "pp2vpp2")  # of folder_worker.py
 BLOCK = 32
-MTP = {"model.layers.2.eh_proj.weight": torch.randn(64, 128), "model.layers.2.enorm.weight": torch.randn(64)}
-"""Multi-token prediction: a layer after the two that are trained."""
+LAYERS = 4
+MTP = {f"model.layers.{LAYERS}.eh_proj.weight": torch.randn(64, 128),
+       f"model.layers.{LAYERS}.enorm.weight": torch.randn(64)}
+"""Multi-token prediction: a layer after those that are trained."""
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -35,7 +37,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 def fuse(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The experts as transformers 5 holds them."""
     fused = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
-    for layer in range(2):
+    for layer in range(LAYERS):
         def stack(part, block=f"model.layers.{layer}.mlp.experts"):
             return torch.stack([tensors[f"{block}.{e}.{part}_proj.weight"] for e in range(8)])
         fused[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = torch.cat([stack("gate"), stack("up")], 1)
@@ -78,7 +80,7 @@ def write(folder: Path, model: Path, tensors: dict[str, torch.Tensor], files: in
 def made(tmp_path_factory):
     """The folder of everything, the original tensors, and what float8 ones stand for."""
     folder = tmp_path_factory.mktemp("convert")
-    make_model(folder / "single")
+    make_model(folder / "single", layers=LAYERS)
     make_model(folder / "large", hidden_size=512, moe_intermediate_size=512, vocab_size=4096, num_experts=24)
     original = tensors_of(folder / "single")
     write(folder / "fused", folder / "single", fuse(original))

@@ -24,7 +24,9 @@ LAYOUTS = {
     1: [dict(name="one", budget=10_000), dict(name="one, recompute", budget=40, recompute="full")],
     2: [dict(name="tp2 ep2", tp=2, ep=2, budget=70), dict(name="cp2 ep2", cp=2, ep=2, budget=60),
         dict(name="dp2 ep2", ep=2, budget=60), dict(name="pp2", pp=2, budget=60),
-        dict(name="pp2, recompute", pp=2, budget=60, recompute="full")],
+        dict(name="pp2, recompute", pp=2, budget=60, recompute="full"),
+        dict(name="pp2 vpp2", pp=2, vpp=2, budget=60),
+        dict(name="pp2 vpp2, recompute", pp=2, vpp=2, budget=40, recompute="full")],
     4: [dict(name="cp2 tp2 ep2", cp=2, tp=2, ep=2, budget=80),
         dict(name="pp2 tp2 ep2, allgather", pp=2, tp=2, ep=2, budget=70, dispatcher="allgather")],
 }
@@ -91,7 +93,7 @@ def results(tmp_path_factory, run_worlds):
 
 
 # If one fails, a layout sends tokens to other experts than were recorded for them. (DeepSeek's is held to one rank.)
-@pytest.mark.parametrize("name", [*NAMES, "pp2, deepseek_v3"])
+@pytest.mark.parametrize("name", [*NAMES, "pp2, deepseek_v3", "pp2 vpp2, deepseek_v3"])
 def test_logprobs_equal_hf_with_the_same_routing(results, name):
     assert results[name]["logprob"] < 1e-5
 

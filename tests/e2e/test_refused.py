@@ -21,6 +21,8 @@ REFUSED = {
               "(num_attention_heads=8)"),
     "experts": ("parallel={ranks: 3, ep: 3}", "parallel.ep=3 does not divide the model's experts (num_experts=8)"),
     "layers": ("parallel={ranks: 3, pp: 3}", "parallel.pp=3 does not divide the model's layers (num_hidden_layers=2)"),
+    "chunks": ("parallel={ranks: 2, pp: 2, vpp: 2}", "parallel.pp=2 times parallel.vpp=2 does not divide the model's "
+               "layers (num_hidden_layers=2)"),
     "ranks and tp": ("parallel.ranks=3", "parallel: ranks=3 is not a multiple of tp*pp*cp = 2*1*1"),
     "ranks and ep": ("parallel={ranks: 2, tp: 1, ep: 4}", "parallel: ranks=2 is not a multiple of ep*etp*pp = 4*1*1"),
     "no model folder": ("model={path: nowhere}", "model.path: folder nowhere does not exist"),

@@ -20,8 +20,8 @@ from served import QUICK, START_SECONDS, VOCAB, engine_process
 from sao_megatron.engine.client import EngineClient
 
 HERE = Path(__file__).parent
-DENSE, EXPERTS = dict(tp=2), dict(tp=2, ep=2)
-LAYOUTS = {"qwen2": DENSE, "qwen3": DENSE, "llama": DENSE, "qwen3_moe": EXPERTS, "mixtral": EXPERTS,
+DENSE, EXPERTS, CHUNKS = dict(tp=2), dict(tp=2, ep=2), dict(pp=2, vpp=2)
+LAYOUTS = {"qwen2": DENSE, "qwen3": DENSE, "llama": CHUNKS, "qwen3_moe": CHUNKS, "mixtral": EXPERTS,
            "glm4_moe": EXPERTS, "deepseek_v3": EXPERTS, "kimi_k2": EXPERTS}
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
 

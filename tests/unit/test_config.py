@@ -66,6 +66,13 @@ def test_layouts_that_do_not_fit(recipe, overrides, parts):
         assert part in message
 
 
+# If this fails, a virtual pipeline without a pipeline is silently none.
+def test_a_virtual_pipeline_needs_a_pipeline(recipe):
+    message = refusal(recipe, "parallel.vpp=2")
+    for part in ("parallel", "vpp=2 with pp=1", "set vpp=1, or pp > 1"):
+        assert part in message
+
+
 # If this fails, a layout that fits is refused, or data parallelism is not what the other sizes leave over.
 def test_layout_that_fits(recipe):
     config = run_config.load(recipe, ["parallel.ranks=8", "parallel.tp=2", "parallel.pp=2", "parallel.ep=4"])

@@ -106,6 +106,18 @@ def test_property_units_stay_together(pairs, dp_size, budget, unit, seed):
 
 
 @quick
+@given(batches, st.integers(1, 4), st.integers(1, 40), st.integers(1, 4))
+def test_property_the_number_of_micro_batches_is_a_multiple(batch, dp_size, budget, multiple):
+    """Fails if a virtual pipeline gets a number that its schedule refuses, or empty micro-batches in vain."""
+    for rank in range(dp_size):
+        fewest = len(micro_batches(batch, dp_size, rank, budget))
+        found = micro_batches(batch, dp_size, rank, budget, count_multiple=multiple)
+        assert len(found) % multiple == 0 and 0 <= len(found) - fewest < multiple
+        assert sorted(t.id for micro in found for t in micro.trajectories) == sorted(
+            t.id for micro in micro_batches(batch, dp_size, rank, budget) for t in micro.trajectories)
+
+
+@quick
 @given(groups=st.integers(0, 9), size=st.integers(1, 4), count=st.integers(1, 5))
 def test_property_mini_batches_are_whole_groups_in_order(groups, size, count):
     """Fails if a mini-batch tears a group, loses a trajectory, or one is much larger than another."""

@@ -152,6 +152,8 @@ def test_what_a_rank_asks_for_is_picked():
     rows = np.array([2, 1, 20, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15])
     assert runs(rows).tolist() == [[2, 3], [1, 2], [20, 21], [6, 16]]
     assert runs(rows[:0]).tolist() == []
-    picked = pick(parts, starts, runs(rows), slice(1, 2), np.int16)
+    both = pick(parts, starts, runs(rows), [slice(1, 2), slice(0, 1)], np.int16)  # of two runs of layers
+    assert both.experts[both.recorded].tolist() == [[102, 2], [101, 1], [406, 6], [106, 6], [400, 0], [401, 1]]
+    picked = pick(parts, starts, runs(rows), [slice(1, 2)], np.int16)
     assert picked.recorded.tolist() == [True] * 4 + [False] * 7 + [True] * 2  # a last token has none, nor has None
     assert picked.experts[picked.recorded].tolist() == [[102], [101], [406], [106], [400], [401]]
