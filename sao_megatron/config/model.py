@@ -36,8 +36,8 @@ class ParallelSection(Section):
     pp: int = Field(1, ge=1)
     """Pipeline parallel size."""
     vpp: int = Field(1, ge=1)
-    """Virtual pipeline size: each pipeline rank holds this many runs of layers, which shortens the pipeline's idle time
-    by as much and sends activations as many times (Megatron's interleaved schedule). 1 = no virtual pipeline."""
+    """Virtual pipeline size: each pipeline rank holds this many runs of layers, which divides the pipeline's idle time
+    by as much and sends activations as many times (the interleaved schedule of arXiv 2104.04473). 1 = none."""
     cp: int = Field(1, ge=1)
     """Context parallel size: the tokens of every sequence are spread over this many ranks."""
     ep: int = Field(1, ge=1)
