@@ -187,23 +187,28 @@ def longest_micro_batch(config: RunConfig) -> int:
 def activations(config: RunConfig, hf: dict, stage: int) -> float:
     """Bytes at the fullest moment of a step on a rank of this stage.
 
-    1F1B keeps pp − stage micro-batches of each layer: their layers' inputs with `parallel.recompute: full`, else all
-    that the backward needs. The interleaved schedule of a virtual pipeline has made 2 · (pp − stage − 1) + (vpp − 1) ·
-    pp + 1 forwards of a chunk when the first backward begins. One layer's activations come on top for their gradients,
-    and with recomputation once more for themselves.
+    Every forward that waits for its backward keeps its layers' inputs with `parallel.recompute: full`, else all that
+    the backward needs. One layer's activations come on top for their gradients, and with recomputation once more for
+    themselves.
     """
     parallel, fields = config.parallel, family_of(hf).transformer_config(hf)
     tokens = longest_micro_batch(config) / parallel.cp
     layers = [tokens * layer_elements(fields, parallel, layer) for layer in _layers(fields, parallel, stage)]
     ends = 2 * tokens * fields["hidden_size"]  # hidden states in front of the head, and their gradient
-    in_flight = parallel.pp - stage
-    if parallel.vpp > 1:
-        in_flight = (2 * (parallel.pp - stage - 1) + (parallel.vpp - 1) * parallel.pp + 1) / parallel.vpp
+    in_flight = forwards_in_flight(parallel, stage) / parallel.vpp
     if parallel.recompute == "full":
         kept = in_flight * len(layers) * tokens * fields["hidden_size"] / parallel.tp + 2 * max(layers)
     else:
         kept = in_flight * sum(layers) + max(layers)
     return (kept + ends) * _width(config)
+
+
+def forwards_in_flight(parallel: ParallelSection, stage: int) -> int:
+    """Forwards of a chunk that Megatron's schedule makes before the first backward, of enough micro-batches: 1F1B's,
+    or the interleaved one's of a virtual pipeline."""
+    if parallel.vpp == 1:
+        return parallel.pp - stage
+    return 2 * (parallel.pp - stage - 1) + (parallel.vpp - 1) * parallel.pp + 1
 
 
 def layer_elements(fields: dict, parallel: ParallelSection, layer: int) -> float:

@@ -16,6 +16,7 @@ from megatron.core import parallel_state as ps
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from sao_megatron import config as configs
 from sao_megatron.algorithm.objective import PolicyGradient
+from sao_megatron.learner import memory
 from sao_megatron.learner import model as models
 from sao_megatron.learner.passes import policy_pass, to_device
 from sao_megatron.trajectory.packing import micro_batches
@@ -43,13 +44,17 @@ def plain_ddp(chunks: list) -> list[DistributedDataParallel]:
 def policy_gradients(hf_config, source, parallel, data, token_budget: int, replayed=None):
     """Exported gradients of the policy loss (plain DDP, so that every rank holds whole reduced gradients).
 
-    Then the number of micro-batches, how often each of this rank's layers was computed, and whether TP ranks agree.
+    Then the number of micro-batches, how often each of this rank's layers was computed, whether TP ranks agree, and how
+    many forwards of chunks waited for their backward at one time, of each rank: [waited, reckoned].
     `replayed`: RoutingReplay, to have the trajectories' routing replayed.
     """
     chunks = models.build(hf_config, parallel, torch.float32)
     replay = replayed(chunks) if replayed else None
-    passes = []
+    passes, waiting = [], [0]
     chunks[0].decoder.layers[0].register_forward_hook(lambda *_: passes.append(1))
+    for chunk in chunks:
+        chunk.decoder.layers[0].register_forward_hook(lambda *_: waiting.append(waiting[-1] + 1))
+        chunk.decoder.layers[0].register_full_backward_hook(lambda *_: waiting.append(waiting[-1] - 1))
     shards = ShardMap(chunks, hf_config)
     shards.load(source)
     ddp = plain_ddp(chunks)
@@ -70,7 +75,11 @@ def policy_gradients(hf_config, source, parallel, data, token_budget: int, repla
     group = ps.get_tensor_model_parallel_group()
     all_masks: list = [None] * group.size()
     dist.all_gather_object(all_masks, masks, group=group)
-    return gather_export(shards), len(batches), len(passes), all(m == masks for m in all_masks)
+    reckoned = min(memory.forwards_in_flight(parallel, ps.get_pipeline_model_parallel_rank()),
+                   len(batches) * parallel.vpp)
+    in_flight: list = [None] * dist.get_world_size()
+    dist.all_gather_object(in_flight, [max(waiting), reckoned])
+    return gather_export(shards), len(batches), len(passes), all(m == masks for m in all_masks), in_flight
 
 
 def main(folder: Path, layouts: list[dict]) -> None:
@@ -86,7 +95,7 @@ def main(folder: Path, layouts: list[dict]) -> None:
         parallel = configs.ParallelSection(ranks=int(os.environ["WORLD_SIZE"]), **spec)
         runtime.initialize(parallel, seed=0)
         source = hf.SafetensorsFolder(model_dir)
-        gradients, count, passes, same_mask = policy_gradients(hf_config, source, parallel, data, budget)
+        gradients, count, passes, same_mask, in_flight = policy_gradients(hf_config, source, parallel, data, budget)
         prefix = data_name + "/"
         expected = {k.removeprefix(prefix): v for k, v in reference.items() if k.startswith(prefix)}
         config = configs.parse(dict(
@@ -101,7 +110,8 @@ def main(folder: Path, layouts: list[dict]) -> None:
         metrics = [learner.train_step(data["trajectories"], version=1).metrics for _ in range(2)]
         weights = gather_export(learner.policy_shards)
         results[name] = dict(
-            micro_batches=count, passes=passes, same_mask=same_mask, names_match=sorted(gradients) == sorted(expected),
+            micro_batches=count, passes=passes, same_mask=same_mask, in_flight=in_flight,
+            names_match=sorted(gradients) == sorted(expected),
             gradient={k: float(np.linalg.norm(gradients[k] - v) / (np.linalg.norm(v) or 1.0))
                       for k, v in expected.items() if k in gradients},
             logprob=max(float(np.abs(a - b).max()) for a, b in zip(scores, data["logprobs"], strict=True)),

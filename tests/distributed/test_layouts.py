@@ -161,6 +161,13 @@ def test_layers_are_computed_again_only_where_asked(results, name):
     assert results[name]["passes"] == again * results[name]["micro_batches"]
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if "recompute" not in name])  # which computes forwards twice
+def test_the_memory_estimate_knows_the_schedule(results, name):
+    """If this fails, `submit` reckons with fewer activations than a pipeline keeps."""
+    for rank, (waited, reckoned) in enumerate(results[name]["in_flight"]):
+        assert waited == reckoned, rank
+
+
 def test_packing_differs_between_layouts(results):
     """If this fails, the layouts are all tested with the same packing."""
     assert len({results[name]["micro_batches"] for name in NAMES}) > 3
