@@ -157,7 +157,7 @@ def policy_pass(chunks: list, batches: list[DeviceBatch], objectives: list[Objec
                          output_processor_context=(batch, objective))
         return loss, lambda loss: (loss, _count(batch), {})
 
-    _run(chunks, step, list(zip(batches, objectives, strict=True)), batches[0], forward_only)
+    run_schedule(chunks, step, list(zip(batches, objectives, strict=True)), batches[0], forward_only)
     return outputs
 
 
@@ -175,14 +175,16 @@ def value_pass(chunks: list, batches: list[DeviceBatch], loss: Callable[[DeviceB
             return loss(batch, outputs[batch.predict], outputs[batch.last].detach()), _count(batch), {}
         return output, loss_of
 
-    _run(chunks, step, batches, batches[0], forward_only)
+    run_schedule(chunks, step, batches, batches[0], forward_only)
 
 
 def _count(batch: DeviceBatch) -> Tensor:
     return torch.tensor(len(batch.targets), dtype=torch.int, device=runtime.device())
 
 
-def _run(chunks: list, step, items: list, first: DeviceBatch, forward_only: bool) -> None:
+def run_schedule(chunks: list, step, items: list, first: DeviceBatch, forward_only: bool) -> None:
+    """Megatron's pipeline schedule over `items`, one for each micro-batch; `first` is the first one. `step` is its
+    forward step: (iterator, chunk) -> (output, function of the last stage's output)."""
     # seq_length matters only where micro-batches are of equal length; otherwise pipeline stages exchange shapes
     seq_length = len(first.source.tokens)  # whole: Megatron divides it by the context parallel size
     with torch.set_grad_enabled(not forward_only):  # Megatron's own switch only leaves out the backward

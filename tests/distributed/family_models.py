@@ -1,8 +1,8 @@
 """Tiny random HF models, one for each family and variant, and what they compute: run in a process without Megatron.
 
-    python family_models.py FOLDER [NAME …]    # FOLDER/NAME/ and FOLDER/NAME.npz (log-probs, gradients of the mean NLL)
+    python family_models.py FOLDER [NAME …]    # FOLDER/NAME/ and FOLDER/NAME.npz
 
-and FOLDER/trajectories.pkl, which the log-probs are of.
+FOLDER/NAME.npz holds logits, log-probs and gradients of the mean NLL of the trajectories in FOLDER/trajectories.pkl.
 """
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from reference import hf_gradients, hf_logprobs, make_trajectories
+from reference import hf_gradients, hf_logits, hf_logprobs, make_trajectories
 
 from sao_megatron.trajectory.types import Trajectory
 
@@ -88,6 +88,7 @@ def main(folder: Path, names: list[str]) -> None:
             assert parameter.grad is not None or ".indexer." in key, (name, key)
         arrays = {f"logprobs/{index}": part.detach().numpy() for index, part in enumerate(logprobs)}
         arrays |= {f"gradient/{saved_name(MODELS[name][0], k)}": v for k, v in hf_gradients(model).items()}
+        arrays |= {f"logits/{index}": hf_logits(model, t) for index, t in enumerate(trajectories())}
         np.savez(folder / f"{name}.npz", **arrays)
 
 

@@ -16,12 +16,13 @@ from sao_megatron.learner import runtime, trainer
 from family_models import trajectories
 from layout_worker import plain_ddp
 from megatron.core import parallel_state as ps
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from sao_megatron import config as configs
 from sao_megatron.algorithm.objective import NegativeLogLikelihood
 from sao_megatron.learner import memory
 from sao_megatron.learner import model as models
-from sao_megatron.learner.passes import policy_pass, to_device
-from sao_megatron.trajectory.packing import micro_batches
+from sao_megatron.learner.passes import policy_pass, run_schedule, to_device
+from sao_megatron.trajectory.packing import micro_batches, zigzag_rows
 from sao_megatron.weights import hf, value_head
 from sao_megatron.weights.families import family_of
 from sao_megatron.weights.shards import Parameter, ShardMap
@@ -38,15 +39,44 @@ def export(shards: ShardMap) -> dict[str, torch.Tensor]:
     return on_rank_zero({name: t.clone() for owner in shards.owners() for name, t in shards.export(owner)})
 
 
+def batches_of(everything: list, parallel) -> list:
+    return [to_device(batch) for batch in micro_batches(
+        everything, ps.get_data_parallel_world_size(), ps.get_data_parallel_rank(), 60,
+        multiple_of=parallel.packed_multiple, equal_length=not models.varies_in_length(parallel),
+        sequence_multiple=parallel.sequence_multiple, count_multiple=parallel.pp if parallel.vpp > 1 else 1)]
+
+
+def logit_error(chunks: list, parallel, expected: dict[str, np.ndarray]) -> float:
+    """Largest difference of Megatron's logits, over all tokens of all trajectories and the whole vocabulary."""
+    everything, errors = trajectories(), []
+    index = {t.tokens.tobytes(): number for number, t in enumerate(everything)}
+
+    def step(iterator, model):
+        batch = next(iterator)
+        output = model(batch.tokens, batch.positions, None, packed_seq_params=batch.packed)
+
+        def compare(logits):
+            logits = gather_from_tensor_model_parallel_region(logits)[0]  # [T/cp, vocabulary]
+            source = batch.source
+            rows = zigzag_rows(source.cu_seqlens, parallel.cp, ps.get_context_parallel_rank())
+            tokens = source.origin[rows]
+            if len(source.trajectories):
+                wanted = np.concatenate([expected[f"logits/{index[t.tokens.tobytes()]}"] for t in source.trajectories])
+                errors.append(float(np.abs(logits.numpy()[tokens >= 0] - wanted[tokens[tokens >= 0]]).max(initial=0)))
+            return logits.sum(), torch.tensor(1, dtype=torch.int), {}
+        return output, compare
+    batches = batches_of(everything, parallel)
+    run_schedule(chunks, step, batches, batches[0], forward_only=True)
+    worst = torch.tensor(max(errors, default=-1.0))
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    return float(worst)
+
+
 def train_pass(chunks: list, parallel) -> dict[str, np.ndarray]:
     """Log-probs by trajectory number; gradients of the mean NLL are left in main_grad."""
     everything = trajectories()
     index = {t.tokens.tobytes(): number for number, t in enumerate(everything)}
-    ddp = plain_ddp(chunks)
-    batches = [to_device(batch) for batch in micro_batches(
-        everything, ps.get_data_parallel_world_size(), ps.get_data_parallel_rank(), 60,
-        multiple_of=parallel.packed_multiple, equal_length=not models.varies_in_length(parallel),
-        sequence_multiple=parallel.sequence_multiple, count_multiple=parallel.pp if parallel.vpp > 1 else 1)]
+    ddp, batches = plain_ddp(chunks), batches_of(everything, parallel)
     outputs = policy_pass(ddp, batches, [NegativeLogLikelihood()] * len(batches), 1.0)
     found = {}
     for batch, output in zip(batches, outputs, strict=False):
@@ -174,13 +204,14 @@ def measure(folder: Path, name: str, parallel) -> dict:
     shards = ShardMap(chunks, hf_config)
     shards.load(hf.SafetensorsFolder(folder / name))
     saved = load_file(folder / name / "model.safetensors")
-    kept = same(saved, export(shards))
+    kept, expected = same(saved, export(shards)), dict(np.load(folder / f"{name}.npz"))
+    logits = logit_error(chunks, parallel, expected)
     alone = only_one_rank(folder / name, hf_config, chunks[0], saved) if dist.get_world_size() == 1 else {}
     value_model = critic_of(hf_config, parallel, chunks)
     critic = training(value_model)
     counts = on_rank_zero({f"{dist.get_rank()} policy": counted(chunks, parallel, hf_config),
                            f"{dist.get_rank()} critic": counted(value_model, parallel, hf_config, value_outputs=1)})
-    logprobs, expected = train_pass(chunks, parallel), dict(np.load(folder / f"{name}.npz"))
+    logprobs = train_pass(chunks, parallel)
     trained = [p for p in shards.parameters if p.tensor.requires_grad]
     shards.parameters = [Parameter(p.tensor.main_grad, p.rule, p.hf_names) for p in trained]
     errors = {}
@@ -189,7 +220,7 @@ def measure(folder: Path, name: str, parallel) -> dict:
         errors[key] = float(np.linalg.norm(gradient.numpy() - want) / (np.linalg.norm(want) or 1.0))
     worst = max(errors, key=errors.get)
     return dict(
-        kept=kept, critic=critic, counts=counts, **alone, steps=two_steps(folder / name, parallel),
+        kept=kept, logits=logits, critic=critic, counts=counts, **alone, steps=two_steps(folder / name, parallel),
         logprob=max(float(np.abs(logprobs[i] - expected[f"logprobs/{i}"]).max()) for i in range(len(logprobs))),
         gradient=errors[worst], worst=worst, gradients=len(errors), trajectories=len(logprobs))
 

@@ -67,6 +67,12 @@ def by_segment(trajectory: Trajectory) -> list[tuple[torch.Tensor, np.ndarray]]:
     return [(torch.from_numpy(ids.astype(np.int64)), acts) for ids, acts in zip(tokens, mask, strict=True)]
 
 
+def hf_logits(model, trajectory: Trajectory) -> np.ndarray:
+    """[T, vocabulary] of all its tokens, each segment by itself."""
+    with torch.no_grad():
+        return torch.cat([model(input_ids=tokens[None]).logits[0] for tokens, _ in by_segment(trajectory)]).numpy()
+
+
 def hf_logprobs(model, trajectory: Trajectory) -> torch.Tensor:
     """log π of the action tokens, by a full log-softmax, with gradient; each segment by itself."""
     parts = []

@@ -39,6 +39,12 @@ def test_logprobs_equal_hf(results, case):
 
 
 @pytest.mark.parametrize("case", CASES)
+def test_logits_equal_hf(results, case):
+    """If this fails, some token's distribution is another one, although the sampled tokens may not show it."""
+    assert 0 <= results[case]["logits"] < 1e-5
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_gradients_equal_hf(results, case):
     """If this fails, a family is served rightly and trained wrongly."""
     assert results[case]["gradient"] < 2e-5, results[case]["worst"]
