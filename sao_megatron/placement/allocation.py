@@ -66,16 +66,27 @@ def _show(names: str) -> dict[str, dict[str, str]]:
     return {line["NodeName"]: line for line in lines if "NodeName" in line}
 
 
-def down(names: list[str]) -> list[str]:
-    """Those of the nodes that are dead: Slurm says so (minutes after a power loss), or slurmd no longer answers."""
+def down(names: list[str], job: int) -> list[str]:
+    """Those of the nodes that are dead: Slurm says so (minutes after a power loss), or slurmd no longer answers.
+
+    And those that were, if only for a moment: Slurm has taken them out of the job and starts nothing of it there again.
+    """
+    held = _held(job)
     shown = _show(",".join(names))
     port = re.search(r"SlurmdPort\s*= (\d+)", _ask("scontrol", "show", "config"))[1]
 
     def is_dead(name: str) -> bool:
         node = shown[name]
-        return bool(_DEAD.search(node["State"])) or not _listens(node["NodeAddr"], int(node.get("Port", port)))
+        return (bool(held) and name not in held or bool(_DEAD.search(node["State"]))
+                or not _listens(node["NodeAddr"], int(node.get("Port", port))))
     with ThreadPoolExecutor(64) as threads:
         return [name for name, dead in zip(names, threads.map(is_dead, names), strict=True) if dead]
+
+
+def _held(job: int) -> set[str]:
+    """The nodes that the job still has, in all its components; none where it no longer runs (it is being cancelled)."""
+    lists = _ask("squeue", "--noheader", f"--jobs={job}", "--states=RUNNING", "--format=%N").split()
+    return set(_ask("scontrol", "show", "hostnames", ",".join(lists)).split()) if lists else set()
 
 
 def _listens(address: str, port: int) -> bool:

@@ -174,7 +174,7 @@ class SlurmPlacement:
                     [self._sandbox_url(i) for i in servers])
 
     def lost(self, name: str) -> str | None:
-        return next(iter(down([node.name for node in self._nodes_of(name)])), None)
+        return next(iter(down([node.name for node in self._nodes_of(name)], self.job)), None)
 
     def move(self, name: str) -> bool:
         """A spare for an engine of one node; an engine that spans nodes stays lost."""
@@ -190,9 +190,8 @@ class SlurmPlacement:
             others[:] = [spare if node == nodes[0] else node for node in others]
         return True
 
-    @staticmethod
-    def alive(names: list[str]) -> list[str]:
-        lost = down(names) if names else []
+    def alive(self, names: list[str]) -> list[str]:
+        lost = down(names, self.job) if names else []
         return [name for name in names if name not in lost]
 
     def _nodes_of(self, name: str) -> list[Node]:

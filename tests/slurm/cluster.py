@@ -143,12 +143,25 @@ class Cluster:
         self._end(node)
         self.run("scontrol", "update", f"nodename={node}", "state=down", "reason=power")
 
+    def set_down(self, node: str) -> None:
+        """As an operator or a health check does: slurmd lives, so that the node is back within a second
+        (ReturnToService), but without its jobs."""
+        self.run("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
+
+    def drain(self, *nodes: str) -> None:
+        """They get no more jobs."""
+        self.run("scontrol", "update", f"nodename={','.join(nodes)}", "state=drain", "reason=test")
+
+    def undrain(self, node: str) -> None:
+        self.run("scontrol", "update", f"nodename={node}", "state=undrain")
+
     def restore(self) -> None:
         """All nodes as they were at first, without the jobs that they have."""
         for node in self.nodes:
             if node in self._odd or node not in self._daemons or self._state(node) != "idle":
                 self.power_off(node)
                 self.power_on(node)
+                self.undrain(node)
         self.wait_idle()
 
     def _state(self, node: str) -> str:

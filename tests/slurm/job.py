@@ -72,6 +72,14 @@ class Job:
         wanted = self.steps() + count
         self.until(lambda: self.steps() >= wanted, f"{count} more steps {why}")
 
+    def exit_code(self) -> str:
+        """Waits for the job's end; what Slurm says of it (code:signal)."""
+        deadline = time.monotonic() + WAIT_SECONDS
+        while self.cluster.state(self.id) in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"):
+            assert time.monotonic() < deadline, f"waited {WAIT_SECONDS:.0f} s for the job's end:\n{self.out}"
+            time.sleep(0.3)
+        return self.cluster.job(self.id)["ExitCode"]
+
     def find(self, words: str, rank: int | None = None) -> psutil.Process:
         """The eldest process of this run with these words in its command line, of this rank."""
         found = []

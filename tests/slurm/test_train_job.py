@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import signal
-import time
 
 from job import Job
 
@@ -12,14 +11,13 @@ TWO_RANKS = ["parallel={ranks: 2, tp: 2, ep: 2}", "cluster.learner_nodes=2", "cl
 # If this fails, the script does not hand its arguments on, or a job that was refused says that it went well.
 def test_evaluation_without_a_checkpoint(job: Job):
     job.submit_script("eval.sbatch", "--nodes=1", arguments=[str(job.run.path / "none"), "guess_number"])
-    while job.cluster.state(job.id) in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"):
-        time.sleep(0.3)
-    assert job.cluster.job(job.id)["ExitCode"] == "2:0"
+    assert job.exit_code() == "2:0"
     assert "sao-megatron: " in job.out and str(job.run.path / "none") in job.out
 
 
-# If this fails, a night on the cluster ends at the first node that is bad, engine that dies, rank that hangs or node
-# that loses power; or what was trained before is trained again, or lost.
+# If this fails, a night on the cluster ends at the first node that is bad, engine that dies (also on a drained
+# node), rank that hangs, node that loses power, or node that is set down and back at once; or what was trained before
+# is trained again, or lost.
 def test_a_night(job: Job):
     cluster = job.cluster
     cluster.power_off("node3")
@@ -34,6 +32,7 @@ def test_a_night(job: Job):
     cluster.power_on("node3")  # repaired
     assert job.run.engine_urls()[0].startswith("http://127.0.0.14:")
 
+    cluster.drain("node4")
     job.find("sao_megatron.engine.cpu").send_signal(signal.SIGKILL)
     job.find("sao_megatron.cli learner", rank=1).send_signal(signal.SIGSTOP)
     job.until(lambda: job.events("hang") and job.events("engine_restart"), "the hang and the engine to be noticed")
@@ -42,7 +41,8 @@ def test_a_night(job: Job):
     earlier = job.log_dir / "learner-0.1.log"
     job.until(earlier.exists, "the ranks to start again")
     assert "most recent call first" in earlier.read_text()
-    job.until_more_steps(1, "after the hang")
+    job.until_more_steps(1, "after the hang, with the engine still on the drained node")
+    assert job.run.engine_urls()[0].startswith("http://127.0.0.14:")
 
     cluster.power_off("node4")
     job.until(lambda: len(job.events("engine_restart")) == 2, "the engine to move")
@@ -50,12 +50,20 @@ def test_a_night(job: Job):
     job.until_more_steps(1, "with the engine elsewhere")
 
     cluster.power_on("node4")
+    cluster.undrain("node4")
     cluster.power_off("node2")
     job.until(lambda: job.events("requeue"), "the loss of a learner's node to be noticed")
     assert "node2 is down" in job.events("requeue")[0].why
     cluster.power_on("node2")
     job.until(lambda: len(job.events("start")) == 2, "the job to start again")
     job.until_more_steps(1, "after the loss of a learner's node")
+
+    assert job.run.engine_urls()[0].startswith("http://127.0.0.13:")
+    cluster.set_down("node3")
+    job.until(lambda: len(job.events("engine_restart")) == 3, "the engine to leave a node that Slurm took away")
+    assert "node3 is down" in job.events("engine_restart")[2].why
+    assert job.run.engine_urls()[0].startswith("http://127.0.0.14:")
+    job.until_more_steps(1, "without that node")
 
     cluster.power_off("node1")  # which takes the launcher along
     job.until(lambda: job.cluster.job(job.id)["Restarts"] == "2", "the loss of the first node to be noticed")
