@@ -78,8 +78,8 @@ def tensor_bytes(checkpoint: Path) -> int:
 
 
 # If this fails, a kind of parallelism cannot train on a cluster, the roles of a job over two partitions are misplaced,
-# or the way from `submit` over a bad node and the time limit to the exported checkpoint, and to its conversion, ends
-# before its end.
+# or the way from `submit` over a bad node, the time limit and drained nodes to the exported checkpoint, and to its
+# conversion, ends before its end.
 def test_a_twin_trains(submit, job: Job, tmp_path, capsys):
     job.cluster.power_off("node2")
     job.cluster.power_on("node2", hidden=tmp_path)  # where it sees no run's folder
@@ -101,15 +101,20 @@ def test_a_twin_trains(submit, job: Job, tmp_path, capsys):
     assert places == {"learner-0": first, "learner-1": first, "learner-2": second, "learner-3": second,
                       "engine-0": other, "controller": first}
     assert len({first, second, other, "node2"}) == 4
-    assert job.run.engine_urls()[0].startswith(f"http://127.0.0.1{other.removeprefix('node')}:")
+    urls = job.run.engine_urls()
+    assert urls[0].startswith(f"http://127.0.0.1{other.removeprefix('node')}:")
 
+    job.cluster.drain(other)
     job.cluster.run("scancel", "--batch", "--signal=USR1", job.id)  # what Slurm does before the time limit
     job.until(lambda: len(job.events("requeue")) == 2, "the end before the time limit")
     saved = job.run.checkpoints.latest().step
     job.until(lambda: len(job.events("start")) == 3, "the job to start again")
     assert job.events("start")[2].step == saved == job.steps() < 5
+    job.until(lambda: job.run.engine_urls() != urls, "the engine to be placed elsewhere than on the drained node")
+    job.cluster.drain(*job.cluster.nodes)  # in use, so they go on until the job ends
 
     job.until(lambda: job.events("end"), "the export and the launcher's end")
+    assert job.exit_code() == "0:0"
     job.check_store()
     assert job.steps() == 5
     foretold = memory.checkpoint(job.run.config(), read_config(job.run.export_path))
