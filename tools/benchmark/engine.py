@@ -2,7 +2,8 @@
 
 Starts a server with a tiny random Qwen3-MoE and plays games of four turns (prompt of 2 to 12 tokens, at most 3 new
 tokens a turn), many at a time. Prints, for each concurrency, requests per second and CPU milliseconds per request of
-the client and of each of the server's processes. What follows `--` goes to the server.
+the client and of each of the server's processes. The aim: asking costs at most a tenth of the CPU that answering does.
+What follows `--` goes to the server.
 """
 from __future__ import annotations
 
@@ -15,16 +16,14 @@ import time
 from pathlib import Path
 
 import psutil
+from common import Aim, conclude, engine_of, qwen3_moe, running
 
 from sao_megatron import config as recipes
 from sao_megatron.engine.client import EngineClient
-from sao_megatron.engine.process import EngineProcess, engine_command, engine_environment, free_port
+from sao_megatron.engine.process import EngineProcess
 
-MODEL = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 32, "hidden_size": 64,
-         "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-         "head_dim": 16, "moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2,
-         "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "max_position_embeddings": 4096,
-         "tie_word_embeddings": False, "torch_dtype": "float32"}
+MODEL = qwen3_moe(vocab=32, hidden=64, heads=4, layers=2, experts=8, width=64, max_position_embeddings=4096)
+AIM = 0.1
 TURNS, STOPS = 4, list(range(8))  # a quarter of the vocabulary ends a turn
 
 
@@ -50,7 +49,7 @@ async def play(client: EngineClient, concurrency: int, seconds: float) -> list[f
     return latencies
 
 
-async def measure(process: EngineProcess, concurrency: int, seconds: float) -> str:
+async def measure(process: EngineProcess, concurrency: int, seconds: float) -> dict:
     server = psutil.Process(process.pid)
     processes = {"http": server} | {child.name().split("::")[-1]: child for child in server.children(recursive=True)}
 
@@ -63,33 +62,43 @@ async def measure(process: EngineProcess, concurrency: int, seconds: float) -> s
         latencies = sorted(await play(client, concurrency, seconds))
         elapsed, after = time.perf_counter() - start, cpu_seconds()
     count = len(latencies)
-    shares = ", ".join(f"{name} {1e3 * (after[name] - before[name]) / count:.2f}" for name in after)
-    return (f"concurrency {concurrency}: {count / elapsed:.0f} requests/s, "
-            f"median {1e3 * latencies[count // 2]:.0f} ms; "
-            f"CPU ms per request: {shares}")
+    return {"concurrency": concurrency, "requests_per_second": count / elapsed,
+            "median_ms": 1e3 * latencies[count // 2],
+            "cpu_ms": {name: 1e3 * (after[name] - before[name]) / count for name in after}}
+
+
+def show(row: dict) -> None:
+    print(f"concurrency {row['concurrency']}: {row['requests_per_second']:.0f} requests/s, "
+          f"median {row['median_ms']:.0f} ms; CPU ms per request: "
+          + ", ".join(f"{name} {value:.2f}" for name, value in row["cpu_ms"].items()), flush=True)
+
+
+def client_share(row: dict) -> Aim:
+    """The client's CPU beside that of the server's processes together."""
+    client = row["cpu_ms"]["client"]
+    return Aim(f"concurrency {row['concurrency']}, the client's CPU per the engine's",
+               client / (sum(row["cpu_ms"].values()) - client), AIM)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--concurrency", type=int, nargs="+", default=[16, 64, 128])
     parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--json", type=Path)
     parser.add_argument("extra", nargs="*", help="arguments for the server, after --")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        model_dir, port = Path(folder), free_port()
+        model_dir, rows = Path(folder), []
         (model_dir / "config.json").write_text(json.dumps(MODEL))
         config = recipes.parse({"name": "benchmark", "task": {"name": "none"},
                                 "model": {"path": folder, "dtype": "float32"},
                                 "engine": {"extra_args": ["--weight-version", "0", *options.extra]}})
-        process = EngineProcess(engine_command(config, model_dir, port, gpu=False), engine_environment(gpu=False),
-                                f"http://127.0.0.1:{port}")
-        process.start(model_dir / "engine.log")
-        try:
-            process.wait_healthy(time.monotonic() + config.engine.start_timeout)
+        engine = engine_of(config, model_dir, gpu=False)
+        with running([engine], model_dir):
             for concurrency in options.concurrency:
-                print(asyncio.run(measure(process, concurrency, options.seconds)), flush=True)
-        finally:
-            process.stop()
+                rows.append(asyncio.run(measure(engine, concurrency, options.seconds)))
+                show(rows[-1])
+    conclude(rows, [client_share(row) for row in rows], options.json)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
 """A model of a publication's seconds on a cluster: `python tools/benchmark/publication_model.py` (docs/weights.md).
 
-Starts nothing; what it models was not measured.
+Starts nothing; what it models was not measured. The aim: no more seconds than the public figure over NCCL.
 """
 from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from pathlib import Path
+
+from common import Aim, conclude
 
 MODELS = {"Qwen3-30B-A3B": (30.5, 4, 8, 2.67, 2.16), "GLM-4.5-Air": (106.0, 4, 16, 5.0, 2.64),
           "744B MoE": (744.0, 8, 64, 58.0, 8.5)}
@@ -40,13 +43,13 @@ def estimate(parameters: float, tp: int, owners: int, hardware: Hardware, bucket
             "in all": max(gather, send) + bucket / hardware.node}
 
 
-def show(hardware: Hardware, bucket: float) -> None:
+def show(rows: list[dict]) -> None:
     print("| model | TP, owners | GB | gather s | send and load s | in all s | public: NCCL s | RDMA s |")
     print("|---|---|---|---|---|---|---|---|")
-    for name, (billions, tp, owners, nccl, rdma) in MODELS.items():
-        parts = estimate(billions * 1e9, tp, owners, hardware, bucket)
-        values = " | ".join(f"{value:.0f}" if key == "GB" else f"{value:.2f}" for key, value in parts.items())
-        print(f"| {name} | {tp}, {owners} | {values} | {nccl} | {rdma} |")
+    for row in rows:
+        _, tp, owners, nccl, rdma = MODELS[row["model"]]
+        print(f"| {row['model']} | {tp}, {owners} | {row['GB']:.0f} | {row['gather']:.2f} | "
+              f"{row['send and load']:.2f} | {row['in all']:.2f} | {nccl} | {rdma} |")
 
 
 def main() -> None:
@@ -56,9 +59,14 @@ def main() -> None:
     parser.add_argument("--load", type=float, default=1000, help="GB/s at which an engine rank loads")
     parser.add_argument("--overhead", type=float, default=0.004, help="seconds a bucket")
     parser.add_argument("--bucket-mib", type=float, default=512)
+    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    show(Hardware(options.link * 1e9, options.node * 1e9, options.load * 1e9, options.overhead),
-         options.bucket_mib * 2**20)
+    hardware = Hardware(options.link * 1e9, options.node * 1e9, options.load * 1e9, options.overhead)
+    rows = [{"model": name} | estimate(billions * 1e9, tp, owners, hardware, options.bucket_mib * 2**20)
+            for name, (billions, tp, owners, *_) in MODELS.items()]
+    show(rows)
+    conclude(rows, [Aim(f"{row['model']}, modelled seconds", row["in all"], MODELS[row["model"]][3]) for row in rows],
+             options.json)
 
 
 if __name__ == "__main__":

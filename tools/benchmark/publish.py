@@ -18,6 +18,8 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+from common import Aim, conclude, engine_of, qwen3_moe, running
+
 ROOT = Path(__file__).parents[2]
 PATIENCE = timedelta(seconds=600)
 AIM = 0.85
@@ -25,13 +27,8 @@ AIM = 0.85
 
 
 def model_config(options) -> dict:
-    return {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 4096,
-            "hidden_size": options.hidden, "intermediate_size": options.hidden, "num_hidden_layers": options.layers,
-            "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": options.hidden // 8,
-            "moe_intermediate_size": options.hidden // 2, "num_experts": options.experts, "num_experts_per_tok": 2,
-            "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "max_position_embeddings": 1024,
-            "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu", "attention_bias": False,
-            "tie_word_embeddings": False, "torch_dtype": "float32"}
+    return qwen3_moe(vocab=4096, hidden=options.hidden, heads=8, layers=options.layers, experts=options.experts,
+                     width=options.hidden // 2)
 
 
 def learner(folder: Path) -> None:
@@ -114,13 +111,13 @@ def receiver(folder: Path, rank: int) -> None:
             broadcast_raw(data, plan["total"], raw)
 
 
-def measure(options, folder: Path) -> dict:
+def measure(options, folder: Path) -> list[dict]:
     """Start everything; all rounds."""
     import yaml
 
     from sao_megatron import config as recipes
     from sao_megatron.device import has_gpu
-    from sao_megatron.engine.process import EngineProcess, engine_command, engine_environment, free_port
+    from sao_megatron.engine.process import free_port
     (folder / "model").mkdir()
     hf_config = model_config(options)
     (folder / "model" / "config.json").write_text(json.dumps(hf_config))
@@ -130,8 +127,7 @@ def measure(options, folder: Path) -> dict:
               "publication": {"verify_every": 0}}
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     config, gpu = recipes.load(folder / "recipe.yaml"), has_gpu()
-    engines = [EngineProcess(engine_command(config, folder / "model", port, gpu), engine_environment(gpu),
-                             f"http://127.0.0.1:{port}") for port in (free_port() for _ in range(options.engines))]
+    engines = [engine_of(config, folder / "model", gpu) for _ in range(options.engines)]
     hidden, middle = hf_config["hidden_size"], hf_config["moe_intermediate_size"]
     layer = (8 + 2 * 4) * hf_config["head_dim"] * hidden + 8 * hf_config["head_dim"] * hidden \
         + 2 * hf_config["head_dim"] + 2 * hidden + options.experts * (hidden + 3 * hidden * middle)
@@ -141,28 +137,18 @@ def measure(options, folder: Path) -> dict:
         "rounds": options.rounds, "buckets": options.bucket_mib, "total": total}))
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     own = [str(Path(__file__)), "--folder", str(folder), "--role"]
-    processes = []
-    try:
-        for i, engine in enumerate(engines):
-            engine.start(folder / f"engine-{i}.log")
-        for engine in engines:
-            engine.wait_healthy(time.monotonic() + 600)
-        processes = [subprocess.Popen([sys.executable, *own, f"receiver-{i + 1}"], env=environment)
+    with running(engines, folder):
+        receivers = [subprocess.Popen([sys.executable, *own, f"receiver-{i + 1}"], env=environment)
                      for i in range(options.engines)]
-        subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone",
-                        f"--nproc-per-node={options.ranks}", *own, "learner"], env=environment, check=True)
-    finally:
-        for process in processes:
-            process.kill()
-        for engine in engines:
-            engine.stop()
+        try:
+            subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone",
+                            f"--nproc-per-node={options.ranks}", *own, "learner"], env=environment, check=True)
+        finally:
+            for process in receivers:
+                process.kill()
     rounds = json.loads((folder / "rounds.json").read_text())
     assert all(r["bytes"] == total for r in rounds), (rounds[0]["bytes"], total)
-    result = {"options": {k: v for k, v in vars(options).items() if k in ("ranks", "tp", "ep", "engines", "rounds")},
-              "rounds": rounds}
-    sizes, best = fastest(rounds)
-    reached = max(raw / send for raw, send in zip(best["raw broadcast"], best["send"], strict=True))
-    return result | {"bucket_mib": sizes, "fastest": best, "aim": AIM, "reached": reached, "met": reached >= AIM}
+    return rounds
 
 
 def fastest(rounds: list[dict]) -> tuple[list[float], dict[str, list[float]]]:
@@ -172,19 +158,20 @@ def fastest(rounds: list[dict]) -> tuple[list[float], dict[str, list[float]]]:
                    for name in rounds[0]["seconds"]}
 
 
-def show(result: dict) -> None:
-    rounds, sizes, best = result["rounds"], result["bucket_mib"], result["fastest"]
-    megabytes = rounds[0]["bytes"] / 1e6
-    print(f"{rounds[0]['bytes'] / 1e6:.0f} MB to {result['options']['engines']} engine(s), seconds\n")
+def show(megabytes: float, engines: int, sizes: list[float], best: dict[str, list[float]]) -> None:
+    print(f"{megabytes:.0f} MB to {engines} engine(s), seconds\n")
     print("| part | " + " | ".join(f"buckets of {size:g} MiB" for size in sizes) + " |")
     print("|---" * (len(sizes) + 1) + "|")
     for name, seconds in best.items():
         print(f"| {name} | " + " | ".join(f"{value:.3f}" for value in seconds) + " |")
     for name in ("send", "raw broadcast"):
         print(f"| {name}, MB/s | " + " | ".join(f"{megabytes / seconds:.0f}" for seconds in best[name]) + " |")
-    print("| raw / send | " + " | ".join(
-        f"{raw / send:.2f}" for raw, send in zip(best["raw broadcast"], best["send"], strict=True)) + " |")
-    print(f"\naim {AIM:.2f} of the raw broadcast: {'met' if result['met'] else 'missed'}, {result['reached']:.2f}")
+    print("| raw / send | " + " | ".join(f"{share:.2f}" for share in reached(best)) + " |\n")
+
+
+def reached(best: dict[str, list[float]]) -> list[float]:
+    """Of the raw broadcast's speed, by bucket size."""
+    return [raw / send for raw, send in zip(best["raw broadcast"], best["send"], strict=True)]
 
 
 def main() -> None:
@@ -208,10 +195,12 @@ def main() -> None:
         receiver(options.folder, int(options.role.rpartition("-")[2]))
     else:
         with tempfile.TemporaryDirectory() as folder:
-            result = measure(options, Path(folder))
-        show(result)
-        if options.json:
-            options.json.write_text(json.dumps(result, indent=2) + "\n")
+            rounds = measure(options, Path(folder))
+        sizes, best = fastest(rounds)
+        show(rounds[0]["bytes"] / 1e6, options.engines, sizes, best)
+        conclude(rounds, [Aim("sending, of the raw broadcast's speed", max(reached(best)), AIM, at_least=True)],
+                 options.json, bucket_mib=sizes, fastest=best,
+                 options={name: getattr(options, name) for name in ("ranks", "tp", "ep", "engines", "rounds")})
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import subprocess
 import sys
@@ -17,11 +16,14 @@ import time
 from pathlib import Path
 
 import psutil
+from common import Aim, conclude
 
 from sao_megatron.sandbox.limits import Limits
 from sao_megatron.sandbox.pool import Pool
 
 MODULES = ["numpy", "sympy"]
+FRESH = "Python with numpy and sympy, started anew (ms)"
+SESSION, SHORT = "a session, started, used once and ended (ms)", "short pieces of code a second and core"
 CODE = "total = sum(n * n for n in range(1000))\nprint(total)"
 
 
@@ -75,32 +77,28 @@ async def memory(pool: Pool, sessions: int) -> float:
     return taken / sessions / 2**20
 
 
-async def measure(cells: int) -> list[dict]:
+async def measure(cells: int, seconds: float) -> dict[str, float]:
     fresh = fresh_start()
     async with Pool(Limits(), 512, cells, 0, MODULES) as pool:
         await pool.check()
         start = await starts(pool, 50)
-        short = await rate(pool, 4 * cells, 4.0)
+        short = await rate(pool, 4 * cells, seconds)
         held = await memory(pool, 64)
-    return [{"what": "Python with numpy and sympy, started anew (ms)", "value": 1e3 * fresh},
-            {"what": "a session, started, used once and ended (ms)", "value": 1e3 * start, "aim": 100 * fresh,
-             "met": start < fresh / 10},
-            {"what": "short pieces of code a second and core", "value": short / cells, "aim": 500,
-             "met": short / cells >= 500},
-            {"what": "memory of an idle session (MB)", "value": held}]
+    return {FRESH: 1e3 * fresh, SESSION: 1e3 * start, SHORT: short / cells, "memory of an idle session (MB)": held}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", type=int, default=1, help="pieces of code at a time")
+    parser.add_argument("--seconds", type=float, default=4.0, help="of short pieces of code")
     parser.add_argument("--json", type=Path, help="write the rows here too")
     options = parser.parse_args()
-    rows = asyncio.run(measure(options.cells))
-    for row in rows:
-        aim = f"   aim {row['aim']:.0f}: {'met' if row['met'] else 'not met'}" if "aim" in row else ""
-        print(f"{row['what']:50} {row['value']:8.1f}{aim}")
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=2) + "\n")
+    found = asyncio.run(measure(options.cells, options.seconds))
+    for what, value in found.items():
+        print(f"{what:50} {value:8.1f}")
+    conclude([{"what": what, "value": value} for what, value in found.items()],
+             [Aim(SESSION, found[SESSION], found[FRESH] / 10), Aim(SHORT, found[SHORT], 500, at_least=True)],
+             options.json)
 
 
 if __name__ == "__main__":
