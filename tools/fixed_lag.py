@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import json
 import os
-import socket
 import time
 from collections import deque
 from pathlib import Path
@@ -25,6 +24,7 @@ import torch.distributed as dist
 
 from sao_megatron import config as run_config
 from sao_megatron.config import RunConfig
+from sao_megatron.engine.process import free_port
 from sao_megatron.errors import RunError, UserError
 from sao_megatron.learner.bookkeeping import batch_metrics
 from sao_megatron.learner.records import gather_records
@@ -50,10 +50,7 @@ def initialize(config: RunConfig) -> None:
     """Be a process group of one rank; once in a process, since every group of Gloo's keeps its threads for ever."""
     if dist.is_initialized():
         return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     runtime.initialize(config.parallel, config.seed)
 
 
