@@ -42,7 +42,7 @@ class Turns(threading.Thread):
     """Samples all turns at once; `seconds` afterwards."""
 
     def __init__(self, url: str, vocab: int, options):
-        super().__init__()
+        super().__init__(daemon=True)  # after an error it would wait on for an engine that has been stopped
         self.url, self.vocab, self.options = url, vocab, options
         self.seconds = 0.0
 
@@ -91,7 +91,9 @@ def measure(options, folder: Path) -> list[dict]:
                     version += 1
                     publisher.publish(version)
                     pauses.append(publisher.paused)
-                assert turns.is_alive() or not count, "all turns ended before the last publication: ask for more tokens"
+                if count and not turns.is_alive():
+                    raise SystemExit(f"{mode}: all turns ended before the last of {count} publications: give more "
+                                     "--tokens, or a shorter --between")
                 turns.join()
                 alone = alone or turns.seconds
             rows.append({"mode": mode, "paused_s": statistics.median(pauses),
