@@ -144,7 +144,7 @@ def share_of_a_batch(rank: int, ranks: int, port: int, told) -> None:
 
     def once() -> list[Routing | None]:
         dist.barrier()
-        return deal(batch, shares, [share.origin for share in shares], slice(0, layers * k), (layers, k))
+        return deal(batch, shares, [share.origin for share in shares], [slice(0, layers * k)], (layers, k))
     seconds, mine = fastest(once, times=3)
     told.put((seconds, sum(one.experts.nbytes + one.recorded.nbytes for one in mine) / 1e6,
               len(batch) * length * (layers * k + 1) / 1e6))
@@ -154,12 +154,15 @@ def share_of_a_batch(rank: int, ranks: int, port: int, told) -> None:
 def dealing(ranks: int) -> dict[str, float]:
     spawn = multiprocessing.get_context("spawn")
     told, port = spawn.Queue(), free_port()
-    processes = [spawn.Process(target=share_of_a_batch, args=(rank, ranks, port, told)) for rank in range(ranks)]
+    processes = [spawn.Process(target=share_of_a_batch, args=(rank, ranks, port, told), daemon=True)
+                 for rank in range(ranks)]
     for process in processes:
         process.start()
-    found = [told.get(timeout=120) for _ in processes]
     for process in processes:
         process.join()
+        if process.exitcode:
+            raise SystemExit(f"a rank ended with exit code {process.exitcode}: its traceback is above")
+    found = [told.get() for _ in processes]
     seconds, received, whole = (max(column) for column in zip(*found, strict=True))
     return {"ranks": ranks, "seconds": seconds, "received_mb": received, "batch_mb": whole}
 

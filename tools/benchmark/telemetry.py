@@ -20,6 +20,7 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
+from contextlib import nullcontext
 from pathlib import Path
 
 from sao_megatron.learner import runtime  # isort: skip  (before Megatron)
@@ -147,7 +148,8 @@ def watch(parts: Parts) -> None:
     parts.watch(trainers, "reduce_statistics", "statistics", instead=lambda unreduced: unreduced)
     parts.watch(Statistics, "add_tokens", "statistics")
     parts.watch(Statistics, "metrics", "statistics", instead=lambda _: {})
-    for name in ("begin", "watch", "_see", "finish"):
+    parts.watch(ExpertLoad, "watch", "expert load", instead=lambda *_: nullcontext())
+    for name in ("begin", "_see", "finish"):
         parts.watch(ExpertLoad, name, "expert load")
     parts.watch(Recorder, "write", "records")
     for writer in (TensorBoardWriter, JsonLines):
