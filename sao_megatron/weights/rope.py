@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from sao_megatron.errors import UserError
+from sao_megatron.weights.fields import is_number
 
 _FIELDS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
@@ -26,7 +27,7 @@ def canonical(parameters: dict, scaling: dict, hf: dict) -> dict:
             raise UserError(f"config.json: rope_scaling and rope_parameters are JSON objects, found {place!r}")
         for name, value in place.items():
             name = "rope_type" if name == "type" else name  # its older name; some files have both
-            if value is not None and found.setdefault(name, value) != value:
+            if value is not None and found.setdefault(name, value) is not value and found[name] != value:
                 raise UserError(f"config.json: RoPE's {name} is {found[name]!r} in one place and {value!r} in another: "
                                 f"leave the one that is meant")
     fields = {name: found.pop(name) for name in _BESIDE if name in found}
@@ -49,10 +50,12 @@ def check(scaling: dict | None, kinds: tuple[str, ...], architecture: str) -> No
         raise UserError(f"config.json: RoPE scaling {kind!r} with the field {name!r} is not supported: remove it if it "
                         f"has no effect")
     for name, value in scaling.items():
-        if name != "rope_type" and (isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0
-                                    or value == 0 and name in _FIELDS[kind]):
-            raise UserError(f"config.json: RoPE scaling {kind!r} with {name}={value!r} cannot be; expected a number "
-                            f"above 0")
+        if name == "rope_type":
+            continue
+        whole = name == "original_max_position_embeddings"
+        if not is_number(value) or value < 0 or value == 0 and name in _FIELDS[kind] or whole and value % 1:
+            raise UserError(f"config.json: RoPE scaling {kind!r} with {name}={value!r} cannot be; expected "
+                            f"{'an integer' if whole else 'a number'} above 0")
     if kind == "llama3":
         for name, value in _LLAMA3.items():
             if scaling[name] != value:

@@ -7,7 +7,7 @@ and how the result is split over (expert) tensor parallel ranks. The same rule s
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -49,6 +49,8 @@ class Family:
     name: str
     architecture: str
     """`architectures[0]` in config.json."""
+    model_type: str
+    """The same in config.json's other field for it; there are more names for one architecture (kimi_k2)."""
     rules: tuple[Rule, ...]
     transformer_config: Callable[[dict], dict[str, Any]]
     """HF config -> fields of Megatron's TransformerConfig."""
@@ -80,15 +82,14 @@ class Family:
                 return rule, tuple(name.format(**match.groupdict()) for name in rule.hf)
         raise KeyError(f"{self.name} has no rule for the Megatron parameter {global_name}")
 
-    def names(self, hf_config: dict) -> set[str]:
+    def names(self, hf_config: dict) -> Iterator[str]:
         """Every HF tensor of the model of this config; a head only if it is not tied."""
-        found = set()
         for rule in self.rules:
             layers = range(hf_config["num_hidden_layers"]) if "{layer}" in rule.hf[0] else (0,)
             experts = range(hf_config["num_experts"]) if rule.expert else (0,)
-            found |= {name.format(layer=layer, expert=expert) for layer in layers if self.has(hf_config, rule, layer)
-                      for expert in experts for name in rule.hf}
-        return found - ({HEAD} if hf_config["tie_word_embeddings"] else set())
+            found = (name.format(layer=layer, expert=expert) for layer in layers if self.has(hf_config, rule, layer)
+                     for expert in experts for name in rule.hf)
+            yield from (name for name in found if name != HEAD or not hf_config["tie_word_embeddings"])
 
     def check_config(self, hf_config: dict) -> None:
         """Raise UserError for a field of config.json that this family does not know, a value that it does not support,

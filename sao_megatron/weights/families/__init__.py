@@ -24,6 +24,9 @@ def family_of(hf_config: dict) -> Family:
         raise UserError(f"config.json: architecture {name!r} is not supported: {REFUSED[name]}")
     if name not in FAMILIES:
         raise UserError(f"config.json: architecture {name!r} is not supported; known: {', '.join(FAMILIES)}")
-    family = FAMILIES[name]
+    family, model_type = FAMILIES[name], hf_config.get("model_type")
+    if model_type != family.model_type and model_type in [other.model_type for other in FAMILIES.values()]:
+        raise UserError(f"config.json: architectures names {name!r} and model_type {model_type!r}, which is another "
+                        f"model; some readers go by the one, some by the other: leave the one that is meant")
     family.check_config(hf_config)
     return family

@@ -5,7 +5,7 @@ from sao_megatron.weights.families import blocks
 from sao_megatron.weights.rules import Family
 
 DEEPSEEK_V3 = Family(
-    name="DeepSeek-V3", architecture="DeepseekV3ForCausalLM",
+    name="DeepSeek-V3", architecture="DeepseekV3ForCausalLM", model_type="deepseek_v3",
     rules=(blocks.ENDS + blocks.MLA + blocks.DENSE_MLP + blocks.experts() + blocks.SHARED_EXPERTS
            + blocks.CORRECTION_BIAS),
     transformer_config=lambda hf: blocks.dimensions(hf) | blocks.mla(hf) | blocks.sigmoid_router(hf),

@@ -11,7 +11,7 @@ from sao_megatron.weights.families import blocks
 from sao_megatron.weights.rules import Family
 
 GLM4_MOE = Family(
-    name="GLM-4.5 MoE", architecture="Glm4MoeForCausalLM",
+    name="GLM-4.5 MoE", architecture="Glm4MoeForCausalLM", model_type="glm4_moe",
     rules=(blocks.ENDS + blocks.GQA + blocks.QKV_BIAS + blocks.QK_NORM + blocks.DENSE_MLP + blocks.experts()
            + blocks.SHARED_EXPERTS + blocks.CORRECTION_BIAS),
     transformer_config=lambda hf: blocks.dimensions(hf) | blocks.gqa(hf) | blocks.sigmoid_router(hf) | dict(
@@ -59,7 +59,7 @@ def _check_layers(hf: dict) -> None:
 
 
 GLM5 = Family(
-    name="GLM-5", architecture="GlmMoeDsaForCausalLM",
+    name="GLM-5", architecture="GlmMoeDsaForCausalLM", model_type="glm_moe_dsa",
     rules=(blocks.ENDS + blocks.MLA + blocks.INDEXER + blocks.DENSE_MLP + blocks.experts() + blocks.SHARED_EXPERTS
            + blocks.CORRECTION_BIAS),
     transformer_config=lambda hf: (

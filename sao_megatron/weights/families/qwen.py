@@ -8,20 +8,20 @@ _ONLY = blocks.ONLY | {"use_sliding_window": False}
 _HARMLESS = blocks.HARMLESS | {"sliding_window", "layer_types"}  # both say nothing while use_sliding_window is false
 
 QWEN2 = Family(
-    name="Qwen2.5", architecture="Qwen2ForCausalLM",
+    name="Qwen2.5", architecture="Qwen2ForCausalLM", model_type="qwen2",
     rules=blocks.ENDS + blocks.GQA + blocks.QKV_BIAS + blocks.DENSE_MLP,
     transformer_config=lambda hf: blocks.dimensions(hf) | blocks.gqa(hf) | dict(add_qkv_bias=True),
     used_fields=blocks.USED, harmless_fields=_HARMLESS, only=_ONLY, checks=(blocks.check_layer_types,))
 
 QWEN3 = Family(
-    name="Qwen3", architecture="Qwen3ForCausalLM",
+    name="Qwen3", architecture="Qwen3ForCausalLM", model_type="qwen3",
     rules=blocks.ENDS + blocks.GQA + blocks.QK_NORM + blocks.DENSE_MLP,
     transformer_config=lambda hf: blocks.dimensions(hf) | blocks.gqa(hf) | dict(qk_layernorm=True),
     used_fields=blocks.USED, harmless_fields=_HARMLESS, only=_ONLY | {"attention_bias": False},
     checks=(blocks.check_layer_types,))
 
 QWEN3_MOE = Family(
-    name="Qwen3-MoE", architecture="Qwen3MoeForCausalLM",
+    name="Qwen3-MoE", architecture="Qwen3MoeForCausalLM", model_type="qwen3_moe",
     rules=blocks.ENDS + blocks.GQA + blocks.QK_NORM + blocks.experts(),
     transformer_config=lambda hf: blocks.dimensions(hf) | blocks.gqa(hf) | blocks.softmax_router(hf) | dict(
         qk_layernorm=True, moe_router_pre_softmax=not hf["norm_topk_prob"]),
