@@ -29,8 +29,8 @@ def hf_to_megatron(source: Path, target: Path, dtype: str | None = None) -> None
     hf_config = hf.read_config(source)
     family_of(hf_config)
     tensors = SafetensorsFolder(source)
-    tensors.check()
     hf.check_tensors(tensors, hf_config)
+    hf.files_beside(source)
     dtype = dtype or _dtype_of(hf_config)
     model = WholeModel(hf_config, getattr(torch, dtype))
     job = Job(target, {"verb": "hf-to-megatron", "source": str(source.resolve()), "dtype": dtype}, model)
@@ -54,6 +54,7 @@ def megatron_to_hf(source: Path, target: Path, model_dir: Path | None = None, mt
     if mtp:
         hf.check_mtp(model_dir)
     model = WholeModel(hf.read_config(model_dir), stored_dtype(source))
+    hf.files_beside(model_dir)
     model.check(source, *share())
     job = Job(target, {"verb": "megatron-to-hf", "source": str(source.resolve()), "model": str(model_dir.resolve())},
               model)

@@ -6,6 +6,7 @@ bfloat16, float16, and float8 with a scale per block (DeepSeek's), which is mult
 from __future__ import annotations
 
 import json
+import os
 import re
 import zlib
 from dataclasses import dataclass
@@ -64,9 +65,10 @@ class SafetensorsFolder:
     def has_checksums(self) -> bool:
         return bool(self._checksums)
 
-    def check(self) -> None:
-        """Open every file, look for every tensor that the index names and for any that lies in two of the files. Raises
-        UserError naming file and tensor."""
+    def check(self) -> dict[str, str]:
+        """Open every file, look for every tensor that the index names and for any that is there twice, in two files or
+        in two spellings. Returns the file of each tensor that the index does not name. Raises UserError naming file and
+        tensor."""
         found: dict[str, str] = {}
         for file in sorted(set(self.file_of.values())):
             for name in self._opened(file).keys():  # noqa: SIM118
@@ -78,17 +80,27 @@ class SafetensorsFolder:
             if found.get(name) != file:
                 raise UserError(f"{self.folder / file}: tensor {name} is missing, the index says it is there: one of "
                                 f"the two is damaged, or from another checkpoint")
+        spelled: dict[str, str] = {}
+        for name in self.names():
+            if (other := spelled.get(common_name(name))) is not None:
+                how = "fused with other experts" if other == name else f"as {other}"
+                raise UserError(f"{self.folder}: tensor {name} lies there {how} too, so that every reader may take "
+                                f"another one: remove the one that is not the model, or export this checkpoint again")
+            spelled[common_name(name)] = name
         self._open = None
+        return {name: file for name, file in found.items() if name not in self.file_of}
 
     def names(self) -> list[str]:
-        """Every tensor, by per-expert names, without the scales of float8."""
+        """Every tensor, by per-expert names, without the scales of others (float8)."""
         found: list[str] = []
-        for stored in sorted(name for name in self.file_of if not name.endswith(SCALE)):
+        for stored in sorted(self.file_of):
+            if stored.endswith(SCALE) and stored.removesuffix(SCALE) in self.file_of:
+                continue
             match = _FUSED.fullmatch(stored)
             if match is None:
                 found.append(stored)
                 continue
-            experts = self._shape(Place(self.file_of[stored], stored))[0]
+            experts = self._fused_shape(stored)[0]
             parts = ("gate_proj", "up_proj") if match["part"] == "gate_up_proj" else ("down_proj",)
             found += [f"{match['block']}.mlp.experts.{e}.{part}.weight" for e in range(experts) for part in parts]
         return found
@@ -148,7 +160,10 @@ class SafetensorsFolder:
                 raise UserError(f"{self.folder} holds {SINGLE} and an index of other files, and some readers take the "
                                 f"one, some the other: remove the one that is not the model")
             for name, file in files.items():
-                if not (self.folder / file).is_file():
+                if Path(file).is_absolute() or ".." in Path(file).parts:
+                    raise UserError(f"{self.folder / INDEX}: tensor {name} is said to lie in {file}, outside this "
+                                    f"folder: name a file in it (a link will do)")
+                if not os.path.isfile(self.folder / file):  # unlike Path's, False for names that no file can have
                     raise UserError(f"{self.folder / file} does not exist; the index names it for tensor {name}: copy "
                                     f"the missing file, or the whole checkpoint again")
             return files
@@ -178,13 +193,10 @@ class SafetensorsFolder:
             fused = f"{match['block']}.mlp.experts.{'down_proj' if half is None else 'gate_up_proj'}"
             if fused in self.file_of:
                 place = Place(self.file_of[fused], fused, int(match["expert"]), half)
-                shape = self._shape(place)
-                if len(shape) != 3 or half is not None and shape[1] % 2:
-                    raise UserError(f"{self.folder / place.file}: tensor {fused} has shape {shape}; expected experts × "
-                                    f"{'rows' if half is None else 'rows of gate and as many of up'} × columns")
-                if place.expert >= self._shape(place)[0]:
-                    raise UserError(f"{self.folder / place.file}: tensor {fused} has {self._shape(place)[0]} experts; "
-                                    f"config.json asks for more ({name})")
+                experts = self._fused_shape(fused)[0]
+                if place.expert >= experts:
+                    raise UserError(f"{self.folder / place.file}: tensor {fused} has {experts} experts; config.json "
+                                    f"asks for more ({name})")
                 return place
         renamed = name.replace(".block_sparse_moe.", ".mlp.")  # Mixtral's router, as transformers 5 calls it
         if renamed in self.file_of:
@@ -204,6 +216,15 @@ class SafetensorsFolder:
         for dim, (i, block) in enumerate(zip(index, self._block, strict=True)):
             scales = scales.repeat_interleave(block, dim).narrow(dim, i.start % block, i.stop - i.start)
         return tensor.float() * scales
+
+    def _fused_shape(self, fused: str) -> tuple[int, ...]:
+        """Of a tensor of all experts, which is experts × rows × columns. Raises UserError for another."""
+        place, gated = Place(self.file_of[fused], fused), fused.endswith("gate_up_proj")
+        shape = self._shape(place)
+        if len(shape) != 3 or 0 in shape or gated and shape[1] % 2:
+            raise UserError(f"{self.folder / place.file}: tensor {fused} has shape {shape}; expected experts × "
+                            f"{'rows of gate and as many of up' if gated else 'rows'} × columns")
+        return shape
 
     def _shape(self, place: Place) -> tuple[int, ...]:
         return tuple(self._stored_slice(place).get_shape())
@@ -227,14 +248,23 @@ class SafetensorsFolder:
 
 
 def read_json(path: Path) -> dict:
-    """A file that must hold a JSON object. Raises UserError."""
+    """A file that must hold a JSON object, and says nothing twice and differently. Raises UserError."""
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(), object_pairs_hook=_object)
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise UserError(f"{path}: expected a JSON object, found {type(content).__name__}")
     return content
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict:
+    found: dict = {}
+    for key, value in pairs:
+        if key in found and found[key] != value:
+            raise ValueError(f"{key!r} stands there twice, with different values")
+        found[key] = value
+    return found
 
 
 def common_name(name: str) -> str:

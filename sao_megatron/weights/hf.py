@@ -2,8 +2,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import zlib
+from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
@@ -15,10 +17,15 @@ from sao_megatron.errors import UserError
 from sao_megatron.files import write_whole
 from sao_megatron.weights import rope
 from sao_megatron.weights.families import family_of
-from sao_megatron.weights.folder import SafetensorsFolder, common_name, read_json
+from sao_megatron.weights.folder import CHECKSUMS, SafetensorsFolder, common_name, read_json
 from sao_megatron.weights.rules import EMBEDDINGS, HEAD
 
 _ROWS = 4096
+_BESIDE = {".json", ".jinja", ".txt", ".model", ".py", ".tiktoken"}
+"""Endings of what a model's folder holds beside its weights: tokenizers of every kind, and code that config.json names.
+"""
+_OF_THE_WEIGHTS = {"config.json", CHECKSUMS, "state.json", "metadata.json"}
+"""Files that say something of the weights in their own folder: an index, and these."""
 
 
 class TensorSource(Protocol):
@@ -63,6 +70,18 @@ def canonical(hf: dict) -> dict:
     return hf | rope.canonical(parameters, scaling, hf)
 
 
+def files_beside(folder: Path) -> list[Path]:
+    """Tokenizer and code, which go with the weights wherever they are written. Raises UserError for what cannot be
+    read, before there is anything to write."""
+    files = [path for path in sorted(folder.iterdir()) if path.suffix in _BESIDE and not path.is_dir()
+             and path.name not in _OF_THE_WEIGHTS and not path.name.endswith(".index.json")]
+    for path in files:
+        if not path.is_file() or not os.access(path, os.R_OK):
+            raise UserError(f"{path} cannot be read (a link to nowhere?), and what is written from this model needs a "
+                            f"copy: put the file there, or remove it")
+    return files
+
+
 def prepare_model(config: RunConfig, run_dir: Path) -> Path:
     """The HF folder that engines and learner read: `model.path`, or run_dir/model with a fresh model's config.json.
 
@@ -91,8 +110,8 @@ def _check_folder(folder: Path, with_mtp: bool) -> None:
     hf_config = read_config(folder)
     family_of(hf_config)
     tensors = SafetensorsFolder(folder)
-    tensors.check()
     check_tensors(tensors, hf_config)
+    files_beside(folder)
     if tensors.is_quantized:
         raise UserError(f"model.path: {folder} is stored in float8, which is not trained: write it in bfloat16 first, "
                         f"with tools/convert.py hf-to-megatron and megatron-to-hf")
@@ -101,19 +120,24 @@ def _check_folder(folder: Path, with_mtp: bool) -> None:
 
 
 def check_tensors(tensors: SafetensorsFolder, hf_config: dict) -> None:
-    """Raise UserError for a tensor that the model of config.json lacks, for one that it has no place for (left out
-    without a word, it would make another model), or for a head that it ties away."""
+    """Raise UserError for files that are damaged, for a tensor that the model of config.json lacks, for one that it has
+    no place for (left out without a word, it would make another model), or for a head that it ties away."""
     family = family_of(hf_config)
-    wanted = {common_name(name): name for name in family.names(hf_config)}
+    for name, file in sorted(tensors.check().items()):
+        if not _is_left_out(name, hf_config):
+            raise UserError(f"{tensors.folder / file}: tensor {name} lies there, and the index does not name it, so "
+                            f"that some readers take it and some do not: copy or export this checkpoint again")
     there = {common_name(name): name for name in tensors.names()}
-    ours = f"the {family.architecture} of config.json"
-    strange = [name for name in there.keys() - wanted.keys() if not _is_left_out(name, hf_config)]
-    for names, known, what in ((strange, there, f"{ours} has no place for"),
-                               (wanted.keys() - there.keys(), wanted, f"{ours} needs, and this folder lacks,")):
-        if names:
-            more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-            raise UserError(f"{tensors.folder}: {what} tensor {known[min(names)]}{more}: take config.json and weights "
-                            f"of one model")
+    ours, advice = f"the {family.architecture} of config.json", "take config.json and weights of one model"
+    lacking = list(islice((name for name in family.names(hf_config) if common_name(name) not in there), 2))
+    if lacking:  # not counted: config.json may ask for any number
+        raise UserError(f"{tensors.folder}: {ours} needs, and this folder lacks, tensor {lacking[0]}"
+                        f"{' (and more)' if len(lacking) > 1 else ''}: {advice}")
+    wanted = {common_name(name) for name in family.names(hf_config)}
+    strange = sorted(name for name in there.keys() - wanted if not _is_left_out(name, hf_config))
+    if strange:
+        more = f" (and {len(strange) - 1} more)" if len(strange) > 1 else ""
+        raise UserError(f"{tensors.folder}: {ours} has no place for tensor {there[strange[0]]}{more}: {advice}")
     if HEAD not in there or not hf_config["tie_word_embeddings"]:
         return
     shape = tensors.shape(EMBEDDINGS)
@@ -144,7 +168,7 @@ def check_mtp(folder: Path) -> None:
 
 def is_mtp(name: str, layers: int) -> bool:
     """Whether an HF tensor is of multi-token prediction, whose layers follow the model's `layers` own."""
-    match = re.match(r"model\.layers\.(\d+)\.", name)
+    match = re.match(r"model\.layers\.([0-9]{1,9})\.", name)
     return match is not None and int(match[1]) >= layers
 
 

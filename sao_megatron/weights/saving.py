@@ -19,14 +19,9 @@ from torch import Tensor
 from sao_megatron.errors import RunError
 from sao_megatron.files import sync
 from sao_megatron.weights.folder import CHECKSUMS, INDEX, SafetensorsFolder, checksum
-from sao_megatron.weights.hf import is_mtp, read_config
+from sao_megatron.weights.hf import files_beside, is_mtp, read_config
 
 MAX_BYTES = 4 * 2**30
-_BESIDE = {".json", ".jinja", ".txt", ".model", ".py", ".tiktoken"}
-"""Endings of what a model's folder holds beside its weights: tokenizers of every kind, and code that config.json names.
-"""
-_OF_THE_WEIGHTS = {"config.json", CHECKSUMS, "state.json", "metadata.json"}
-"""Files that say something of the weights in their own folder: an index, and these."""
 
 
 @dataclass(frozen=True)
@@ -112,9 +107,8 @@ def _mtp_tensors(model_dir: Path, dtype: torch.dtype) -> Iterator[tuple[str, Ten
 
 def copy_beside(model_dir: Path, target: Path, dtype: str, mtp: bool = False) -> None:
     """Copy tokenizer, code and config.json, the latter as that of a model stored in `dtype`."""
-    for path in model_dir.iterdir():
-        if path.suffix in _BESIDE and path.name not in _OF_THE_WEIGHTS and not path.name.endswith(".index.json"):
-            shutil.copy(path, target / path.name)
+    for path in files_beside(model_dir):
+        shutil.copy(path, target / path.name)
     hf = json.loads((model_dir / "config.json").read_text())
     _write_json(target / "config.json", exported_config(hf, dtype, mtp))
 

@@ -69,7 +69,8 @@ def test_no_checkpoint_at_all(tmp_path):
     assert "holds no model.safetensors" in refused(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["{", "\xff\xfe", '{"weight_map": []}', "[]", '{"weight_map": {"a": 1}}'])
+@pytest.mark.parametrize("text", ["{", "\xff\xfe", '{"weight_map": []}', "[]", '{"weight_map": {"a": 1}}',
+                                  '{"weight_map": {"a": "model-1.safetensors", "a": "model-2.safetensors"}}'])
 def test_damaged_index(folder, text):
     (folder / "model.safetensors.index.json").write_bytes(text.encode("latin1"))
     assert "model.safetensors.index.json" in refused(folder)
@@ -116,6 +117,44 @@ def test_tensor_in_two_files(folder):
     save_file({"a": torch.ones(2, 3), "c": torch.ones(3), "ids": torch.arange(3)}, folder / "model-2.safetensors")
     message = refused(folder)
     assert "model-2.safetensors: tensor a lies in model-1.safetensors too" in message
+
+
+@pytest.mark.parametrize("file", ["../model-1.safetensors", "/model-1.safetensors", "a/../../model-1.safetensors"])
+def test_index_that_leads_out_of_the_folder(folder, file):
+    """An engine that is given a copy of the folder serves another file than the one that is trained, or none."""
+    index(folder, {"a": file})
+    assert f"index.json: tensor a is said to lie in {file}, outside this folder" in refused(folder)
+
+
+@pytest.mark.parametrize("file", ["m" * 300, "a\0b", ""])
+def test_name_that_no_file_can_have(folder, file):
+    index(folder, {"a": file})
+    assert "the index names it for tensor a" in refused(folder)
+
+
+def test_files_may_be_links(folder, tmp_path_factory):
+    """So are all files of Hugging Face's cache."""
+    blob = tmp_path_factory.mktemp("blobs") / "0123"
+    (folder / "model-1.safetensors").rename(blob)
+    (folder / "model-1.safetensors").symlink_to(blob)
+    source = SafetensorsFolder(folder)
+    source.check()
+    assert source.shape("a") == (2, 3)
+
+
+@pytest.mark.parametrize(("one", "other", "how"), [
+    ({"model.layers.0.mlp.experts.0.down_proj.weight": (4, 2)}, {"model.layers.0.mlp.experts.down_proj": (3, 4, 2)},
+     "experts.0.down_proj.weight lies there fused with other experts too"),
+    ({"model.layers.0.block_sparse_moe.experts.0.w2.weight": (4, 2)},
+     {"model.layers.0.mlp.experts.down_proj": (3, 4, 2)}, "lies there as model.layers.0.block_sparse_moe"),
+    ({"model.layers.0.block_sparse_moe.experts.0.w1.weight": (4, 2)},
+     {"model.layers.0.mlp.experts.0.gate_proj.weight": (4, 2)}, "lies there as model.layers.0.block_sparse_moe"),
+    ({"model.layers.0.block_sparse_moe.gate.weight": (4, 2)}, {"model.layers.0.mlp.gate.weight": (4, 2)},
+     "lies there as model.layers.0.block_sparse_moe.gate.weight too")])
+def test_tensor_in_two_spellings(tmp_path, one, other, how):
+    """Which of the two a reader takes depends on the reader: learner and engine would start from different weights."""
+    save_file({name: torch.ones(shape) for name, shape in (one | other).items()}, tmp_path / "model.safetensors")
+    assert how in refused(tmp_path)
 
 
 def test_two_models_in_one_folder(folder):
@@ -209,7 +248,7 @@ def test_float8_blocks(tmp_path):
                        source.get("w.weight", (300, 260))[130:])
     assert torch.equal(source.get("w.weight", (300, 260), (slice(None), slice(65, 195))),
                        source.get("w.weight", (300, 260))[:, 65:195])
-    assert source.names() == ["lone.weight", "w.weight"]
+    assert source.names() == ["lone.weight", "w.weight"]  # without its scales
     assert "lone.weight is float8 without block scales" in refused(tmp_path, "lone.weight", (300, 260))
 
 
@@ -227,7 +266,7 @@ def test_scales_that_do_not_fit(tmp_path, weight, scale, part):
     assert part in refused(tmp_path, "w", tuple(weight.shape))
 
 
-@pytest.mark.parametrize("shape", [(8,), (8, 4), (2, 7, 4)])
+@pytest.mark.parametrize("shape", [(), (8,), (8, 4), (2, 7, 4), (10**9, 0, 4)])
 def test_fused_experts_of_another_shape(tmp_path, shape):
     """If this fails, half of an odd number of rows is taken for a projection."""
     save_file({"model.layers.0.mlp.experts.gate_up_proj": torch.ones(shape)}, tmp_path / "model.safetensors")
@@ -307,6 +346,13 @@ def store(folder: Path, name: str, **config) -> None:
     (folder / "config.json").write_text(json.dumps(CONFIG | config))
 
 
+def unnamed(folder: Path, name: str) -> None:
+    """The same, with an index that does not name this one."""
+    store(folder, name)
+    whole = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    index(folder, {other: file for other, file in whole.items() if other != name})
+
+
 @pytest.mark.parametrize("damage, parts", [
     (lambda folder: (folder / "model-1.safetensors").unlink(), ("model-1.safetensors", "for tensor ")),
     (lambda folder: index(folder, {"x": "model-1.safetensors"}), ("model-1.safetensors", "tensor x is missing")),
@@ -314,8 +360,17 @@ def store(folder: Path, name: str, **config) -> None:
     (lambda folder: store(folder, "model.layers.2.input_layernorm.weight"), ("no place for tensor", "layers.2.")),
     (lambda folder: store(folder, expert(0, 4, "up_proj")), ("no place for tensor", "experts.4.")),
     (lambda folder: store(folder, "lm_head.weight", tie_word_embeddings=True), ("lm_head.weight differs from",)),
-    (lambda folder: store(folder, "x", num_hidden_layers=3), ("no place for tensor x",)),
+    (lambda folder: store(folder, "x"), ("no place for tensor x:",)),
+    (lambda folder: store(folder, "x", num_experts=10**9), ("lacks, tensor model.layers.0.mlp.experts.4.", "more")),
     (lambda folder: store(folder, "lm_head.weight", num_hidden_layers=3), ("lacks, tensor model.layers.2.", "more")),
+    (lambda folder: store(folder, "w_scale_inv"), ("no place for tensor w_scale_inv",)),
+    (lambda folder: store(folder, f"model.layers.{'9' * 5000}.x"), ("no place for tensor model.layers.999",)),
+    (lambda folder: unnamed(folder, "model.layers.0.self_attn.q_proj.bias"), (
+        "model-1.safetensors: tensor model.layers.0.self_attn.q_proj.bias", "the index does not name it")),
+    (lambda folder: unnamed(folder, "model.norm.weight"), ("tensor model.norm.weight", "the index does not name it")),
+    (lambda folder: (folder / "tokenizer.json").symlink_to("nowhere"), ("tokenizer.json cannot be read",)),
+    (lambda folder: (folder / "config.json").write_text(json.dumps(CONFIG)[:-1] + ', "rms_norm_eps": 0.5}'),
+     ("config.json is not valid JSON", "'rms_norm_eps' stands there twice, with different values")),
     (lambda folder: (folder / "config.json").write_text("[]"), ("config.json", "expected a JSON object")),
     (lambda folder: (folder / "config.json").write_bytes(b"\xe9"), ("config.json is not valid JSON",)),
     (lambda folder: (folder / ".metadata").write_text(""), ("a checkpoint of the learner", "megatron-to-hf")),
@@ -329,3 +384,14 @@ def test_a_damaged_model_is_refused_before_anything_starts(model, tmp_path, dama
     with pytest.raises(UserError) as error:
         prepare_model(config, tmp_path)
     assert all(part in str(error.value) for part in parts)
+
+
+@pytest.mark.parametrize("harmless", [
+    lambda folder: unnamed(folder, "model.layers.0.self_attn.rotary_emb.inv_freq"),
+    lambda folder: (folder / "config.json").write_text(json.dumps(CONFIG)[:-1] + ', "rms_norm_eps": 1e-6}'),
+    lambda folder: (folder / "sub.json").mkdir()])
+def test_what_makes_no_difference_is_not_refused(model, tmp_path, harmless):
+    """If one fails, a checkpoint that every reader reads alike is refused for its form."""
+    harmless(model)
+    config = run_config.parse(dict(name="t", model=dict(path=str(model)), task=dict(name="random"), steps=1))
+    assert prepare_model(config, tmp_path) == model
