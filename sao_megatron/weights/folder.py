@@ -6,6 +6,7 @@ bfloat16, float16, and float8 with a scale per block (DeepSeek's), which is mult
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import zlib
@@ -114,7 +115,8 @@ class SafetensorsFolder:
         return shape if place.half is None else (shape[0] // 2, *shape[1:])
 
     def get(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...] = ()) -> Tensor:
-        """Part `index` of the tensor `name`, of full shape `shape`; in its stored type, float8 as float32."""
+        """Part `index` of the tensor `name`, of full shape `shape`; in its stored type, float8 as float32. Raises
+        UserError if it is not what config.json asks for, or not finite."""
         place = self._place(name)
         stored = self._stored_slice(place)
         is_float8 = stored.get_dtype() == "F8_E4M3"
@@ -136,7 +138,10 @@ class SafetensorsFolder:
         self.bytes_read += tensor.nbytes
         self._mapped += tensor.nbytes
         if is_float8:
-            return self._scaled(tensor, place, index, self._shape(place))
+            tensor = self._scaled(tensor, place, index, self._shape(place))
+        if not _is_finite(tensor):
+            raise UserError(f"{self.folder / place.file}: tensor {place.stored} holds numbers that are not finite (NaN "
+                            f"or infinite): copy this checkpoint again, or take another one")
         return tensor
 
     def verify_checksum(self, name: str) -> None:
@@ -265,6 +270,12 @@ def _object(pairs: list[tuple[str, object]]) -> dict:
             raise ValueError(f"{key!r} stands there twice, with different values")
         found[key] = value
     return found
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """A sum sees every NaN and infinity, in a twentieth of `isfinite`'s time and without a copy; where it overflows,
+    the extremes tell."""
+    return math.isfinite(tensor.sum()) or all(math.isfinite(extreme) for extreme in torch.aminmax(tensor))
 
 
 def common_name(name: str) -> str:

@@ -178,6 +178,31 @@ def test_integers_are_no_weights(folder):
     assert "tensor ids has type I64" in message and "BF16" in message
 
 
+@pytest.mark.parametrize("bad", [torch.nan, -torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_numbers_that_are_not_finite(tmp_path, dtype, bad):
+    """Wherever it is: NaN in an expert that no token meets is trained on, exported and served without a word."""
+    for number in range(0, 74, 3):  # more than two vectors of a CPU, and a rest
+        whole = torch.linspace(-3, 3, 74).to(dtype)
+        whole[number] = bad
+        save_file({"a": whole.view(37, 2)}, tmp_path / "model.safetensors")
+        assert "model.safetensors: tensor a holds numbers that are not finite" in refused(tmp_path, "a", (37, 2))
+        source, row = SafetensorsFolder(tmp_path), number // 2
+        with pytest.raises(UserError, match="not finite"):
+            source.get("a", (37, 2), (slice(row, row + 1),))
+        for rest in (slice(0, row), slice(row + 1, 37)):
+            assert source.get("a", (37, 2), (rest,)).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_largest_numbers_are_finite(tmp_path, dtype):
+    """If this fails, a sum that overflows is taken for a weight that is not finite."""
+    whole = torch.full((64, 64), torch.finfo(dtype).max, dtype=dtype)
+    save_file({"a": whole, "b": -whole}, tmp_path / "model.safetensors")
+    source = SafetensorsFolder(tmp_path)
+    assert torch.equal(source.get("a", (64, 64)), whole) and torch.equal(source.get("b", (64, 64)), -whole)
+
+
 def test_flipped_bit_in_the_data(tmp_path):
     """Only a checksum can see it; folders that this package writes have one per tensor."""
     (tmp_path / "config.json").write_text("{}")
@@ -257,6 +282,8 @@ def test_float8_blocks(tmp_path):
     (torch.ones(300, 260).to(torch.float8_e4m3fn), torch.ones(()), "w_scale_inv has shape ()"),
     (torch.ones(300, 260).to(torch.float8_e4m3fn), torch.ones(3, 3).int(), "w_scale_inv has type I32"),
     (torch.ones(300).to(torch.float8_e4m3fn), torch.ones(3), "expected a matrix"),
+    (torch.ones(300, 260).to(torch.float8_e4m3fn), torch.full((3, 3), torch.nan), "w_scale_inv holds numbers that"),
+    (torch.full((300, 260), torch.nan).to(torch.float8_e4m3fn), torch.ones(3, 3), "tensor w holds numbers that"),
     (torch.ones(300, 260).bfloat16(), torch.ones(3, 3), "type BF16 and yet block scales")])
 def test_scales_that_do_not_fit(tmp_path, weight, scale, part):
     """If one fails, weights are multiplied by the wrong scales, or not by those that they need."""
