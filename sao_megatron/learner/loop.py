@@ -124,7 +124,8 @@ class Learner:
             self.publisher = Publisher(
                 self.trainer.policy_shards, self._find_engines, self.config.engine.tp, self.vocab_size,
                 self.config.publication, runtime.backend(), self.config.engine.start_timeout,
-                self.folder.path / "publication", self.model_dir)
+                self.folder.path / "publication", self.model_dir,
+                unchanged=self.config.model.path is not None and not self.checkpoint and not self.config.warmup.steps)
             self._publish(self.first_step, verify=True)
         if self.is_head:
             self.speed.begin()

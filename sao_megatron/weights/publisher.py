@@ -42,15 +42,18 @@ class Publisher:
     """Collective: every learner rank makes one and calls the same methods in the same order."""
 
     def __init__(self, shards: ShardMap, find_engines: Callable[[], list[str]], engine_tp: int, vocab_size: int,
-                 section: PublicationSection, backend: str, start_timeout: float, folder: Path, model_dir: Path):
+                 section: PublicationSection, backend: str, start_timeout: float, folder: Path, model_dir: Path,
+                 unchanged: bool = False):
         """`find_engines` lists the engines' URLs, anew at every publication. `start_timeout`: seconds that the first
-        publication waits for all of them, later ones for any. `folder` and `model_dir`: see disk.Disk."""
+        publication waits for all of them, later ones for any. `folder` and `model_dir`: see disk.Disk. `unchanged`: the
+        first weights are those in `model_dir`, so that an engine that loads them by itself can be compared."""
         self.section, self.vocab_size, self.start_timeout = section, vocab_size, start_timeout
         self.find_engines, self.is_head = find_engines, dist.get_rank() == 0
         self.transport = (Disk(_WithHead(shards), folder, model_dir) if section.via == "disk"
                           else Broadcast(_WithHead(shards), engine_tp, section, backend))
         needs_engines = self.is_head or dist.get_rank() in self.transport.owners
         self._engines = EngineSet(vocab_size, section.timeout) if needs_engines else None
+        self.model_dir, self._unchanged, self._tied = model_dir, unchanged, shards.tied
         self.incarnation = self._from_head(lambda: uuid.uuid4().hex[:12])  # unlike any earlier learner's
         self._groups = 0
         self._joined: list[str] = []
@@ -136,14 +139,16 @@ class Publisher:
         self._joined = []
 
     def _send(self, version: int, new: list[str], repeated: bool) -> str | None:
-        """Pause, send (twice where coverage is to be proved), resume; returns an error of any rank."""
+        """Pause, send (twice where coverage is to be proved and nothing better is at hand), resume; returns an error of
+        any rank."""
         mode, session = self.section.mode, self.transport.needs_session
         flush = mode != "in_place"  # refused while requests hold their cache
         prove = bool(new and self.section.verify_every)
-        began = time.monotonic()
-        error = self._ask_all(lambda client, _: _open(client, mode, session, repeated or client.url in new))
-        checksums = []
-        for _ in range(1 + prove):
+        began, own, error, checksums = time.monotonic(), None, None, []
+        if prove and self._unchanged and self._published is None:
+            own, error = self._load_by_itself(new[0], version, flush)
+        error = error or self._ask_all(lambda client, _: _open(client, mode, session, repeated or client.url in new))
+        for _ in range(2 if prove and own is None else 1):
             if prove:
                 error = error or self._ask_all(lambda client, _: _scramble(client, client.url in new))
             error = error or _first(self.transport.send(version, flush))
@@ -152,9 +157,33 @@ class Publisher:
         error = error or self._ask_all(lambda client, _: _close(client, session))
         self.paused = time.monotonic() - began
         if prove and not error:
-            for url in checksums[0].keys() & checksums[1].keys():
-                verification.check_coverage(url, checksums[0][url], checksums[1][url])
+            for url, found in checksums[-1].items():
+                if own is not None:
+                    verification.check_own_loading(url, new[0], self.model_dir, own, found, self._tied)
+                elif url in checksums[0]:
+                    verification.check_coverage(url, checksums[0][url], found)
         return error
+
+    def _load_by_itself(self, url: str, version: int, flush: bool) -> tuple[verification.Checksums | None, str | None]:
+        """What an engine holds after loading `model_dir` with its own code, over random numbers; or an error."""
+        async def load(client: EngineClient, _: int) -> verification.Checksums:
+            await client.pause(self.section.mode)
+            await client.scramble_weights()
+            await client.load_weights(str(self.model_dir.resolve()), version, flush_cache=flush)
+            return await client.checksums()
+
+        def ask() -> verification.Checksums:
+            log.info("engine %s loads %s by itself: what is published must be the same", url, self.model_dir)
+            engine = EngineSet(self.vocab_size, self.start_timeout)  # as long as it would take at its start
+            try:
+                engine.use([url])
+                return engine.run(load)[0]
+            finally:
+                engine.close()
+        try:
+            return self._from_head(ask), None
+        except RunError as error:
+            return None, str(error)
 
     def _ask_all(self, request: Request) -> str | None:
         """Ask every engine from rank 0; returns the first error, on all ranks."""

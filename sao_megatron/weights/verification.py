@@ -1,14 +1,19 @@
 """How we know that an engine serves what was published. SGLang answers success for names that it ignores.
 
-Three checks, each for what the others cannot see:
-- *coverage*, once in an engine's life: its weights are overwritten with random numbers and published, twice; every
-  tensor must have the same hash after both. A tensor, or an expert inside a fused one, that the publication does not
-  reach, or reaches under a name that the engine does not know, keeps its random numbers and is named.
+Each check is for what the others cannot see:
+- *own loading*, at the first publication of a run, where that is a checkpoint as it came: one engine first loads the
+  folder by itself, and every engine must have the same hashes after the publication. So nothing is exchanged, cut or
+  altered on any way from the folder through the learner to an engine.
+- *coverage*, otherwise, once in an engine's life: its weights are overwritten with random numbers and published, twice;
+  every tensor must have the same hash after both. A tensor, or an expert inside a fused one, that the publication does
+  not reach, or reaches under a name that the engine does not know, keeps its random numbers and is named.
 - *agreement*, at every verification: all engines hold the same hashes.
 - *meaning*, at every verification: log-probs of a probe equal the learner's, so that tensors that arrived are also the
   right ones at the right place.
 """
 from __future__ import annotations
+
+from pathlib import Path
 
 import numpy as np
 
@@ -25,6 +30,15 @@ def check_coverage(url: str, first: Checksums, second: Checksums) -> None:
         raise RunError(f"engine {url} does not get its whole model from a publication: {_some(differing)} kept what "
                        f"was there before, or came differently the second time; the names published are not those that "
                        f"the engine knows (its model class), or the transport changes bytes")
+
+
+def check_own_loading(url: str, loader: str, folder: Path, own: Checksums, published: Checksums, tied: bool) -> None:
+    """Raise RunError if an engine's weights after a publication are not those that engine `loader` loaded by itself.
+    `tied`: the folder has no head of its own."""
+    differing = [name for name in _differing(own, published) if not tied or not name.endswith(":lm_head.weight")]
+    if differing:
+        raise RunError(f"engine {url} does not hold the weights of {folder} after their publication, as engine {loader} "
+                       f"did when it loaded them by itself: {_some(differing)} differ")
 
 
 def check_agreement(urls: list[str], checksums: list[Checksums]) -> None:

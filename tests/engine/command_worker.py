@@ -26,7 +26,8 @@ from sao_megatron.weights.shards import save_hf
 
 
 class Faulty:
-    """A ShardMap whose export has one fault: ("rename" | "drop" | "alter" | "alter twice", tensor) or ("kill", pid)."""
+    """A ShardMap whose export has one fault: ("rename" | "drop" | "alter" | "alter twice", tensor), ("swap", two
+    tensors) or ("kill", pid)."""
 
     def __init__(self, shards):
         self.shards, self.owners, self.tied, self.fault, self.passes = shards, shards.owners, shards.tied, None, 0
@@ -37,7 +38,9 @@ class Faulty:
         for i, (name, tensor) in enumerate(self.shards.export(owner)):
             if kind == "kill" and i == 8:
                 os.killpg(what, signal.SIGKILL)
-            if name != what or kind == "alter" and self.passes > 1:
+            if kind == "swap" and name in what:
+                yield what[1 - what.index(name)], tensor
+            elif name != what or kind == "alter" and self.passes > 1:
                 yield name, tensor
             elif kind == "rename":
                 yield name.replace("down_proj", "w2"), tensor
@@ -55,13 +58,14 @@ class Worker:
         self.shards = Faulty(self.trainer.policy_shards)
         self.publisher = None
 
-    def obey(self, publication=None, shift=None, fault=None, publish=None, verify=None, save=None):
+    def obey(self, publication=None, unchanged=False, shift=None, fault=None, publish=None, verify=None, save=None):
         if publication is not None:
             if self.publisher:
                 self.publisher.close()
             self.publisher = Publisher(
                 self.shards, lambda: (self.folder / "urls.txt").read_text().split(), 1, self.hf_config["vocab_size"],
-                PublicationSection(**publication), runtime.backend(), 20.0, self.folder / "publication", self.model_dir)
+                PublicationSection(**publication), runtime.backend(), 20.0, self.folder / "publication", self.model_dir,
+                unchanged)
         if shift is not None:
             torch.manual_seed(shift)
             for parameter in self.trainer.policy_shards.parameters:

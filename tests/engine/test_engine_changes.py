@@ -107,6 +107,21 @@ def stand(tmp_path_factory):
             engine.stop(QUICK)
 
 
+# If this fails, an expert that takes another's place in a real checkpoint is not noticed: of a large model, in
+# bfloat16, no probe's log-probs would tell. With the probe's default tolerance, before any weight has moved.
+def test_an_engine_that_loads_the_checkpoint_by_itself_tells(stand):
+    other = EXPERT.replace("experts.3", "experts.5")
+    for fault in (("swap", (EXPERT, other)), ("alter twice", "model.norm.weight")):
+        stand.version += 1
+        answer = stand.do(publication=PUBLICATION | {"tolerance": 0.05}, unchanged=True, publish=stand.version,
+                          fault=fault)
+        assert isinstance(answer, RunError) and "as engine http" in str(answer) and stand.urls[0] in str(answer)
+        assert ("0:model.norm.weight" if fault[0] != "swap" else "experts.w2_weight") in str(answer)
+    stand.version += 1
+    assert stand.do(publication=PUBLICATION, unchanged=True, publish=stand.version) == {stand.urls[0]}
+    stand.verified()
+
+
 # If one fails, engines sample from a model that is not the learner's, and nobody notices: SGLang says success.
 @pytest.mark.parametrize(("fault", "message"), [
     (("drop", EXPERT), "its whole model from a publication: 0:model.layers.1.mlp.experts.w2_weight (<rank>"),
