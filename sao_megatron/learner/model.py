@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from sao_megatron.config import ParallelSection
 from sao_megatron.weights.families import family_of
+from sao_megatron.weights.maths import model_arguments
 
 
 def transformer_config(hf: dict, parallel: ParallelSection, dtype: torch.dtype) -> TransformerConfig:
@@ -62,11 +63,9 @@ def _chunk(hf: dict, config: TransformerConfig, number: int | None, value_output
     first, last = (at(ignore_virtual=False, vp_stage=number)
                    for at in (ps.is_pipeline_first_stage, ps.is_pipeline_last_stage))
     model = GPTModel(
-        config=config, transformer_layer_spec=runtime.block_spec(config, number), vocab_size=hf["vocab_size"],
-        max_sequence_length=0, pre_process=first, post_process=last, vp_stage=number, parallel_output=True,
-        share_embeddings_and_output_weights=hf["tie_word_embeddings"] and not value_outputs,
-        position_embedding_type="rope", rotary_base=hf["rope_theta"],
-        rotary_percent=hf.get("partial_rotary_factor", 1.0), **_rope_scaling(hf["rope_scaling"]))
+        config=config, transformer_layer_spec=runtime.block_spec(config, number), max_sequence_length=0,
+        pre_process=first, post_process=last, vp_stage=number, parallel_output=True, position_embedding_type="rope",
+        **model_arguments(hf | ({"tie_word_embeddings": False} if value_outputs else {})))
     if value_outputs and model.post_process:
         model.output_layer = ValueHead(config, value_outputs)
     model.to(device=runtime.device(), dtype=config.params_dtype)
@@ -77,13 +76,6 @@ def _chunk(hf: dict, config: TransformerConfig, number: int | None, value_output
         if buffer.is_floating_point():
             buffer.data = buffer.data.float()
     return model
-
-
-def _rope_scaling(scaling: dict | None) -> dict:
-    """GPTModel's arguments; multi-latent attention takes its scaling from the config instead."""
-    if scaling is None or scaling["rope_type"] != "llama3":
-        return {}
-    return dict(rope_scaling=True, rope_scaling_factor=scaling["factor"])
 
 
 class ValueHead(torch.nn.Linear):

@@ -8,9 +8,9 @@ import json
 
 from sao_megatron.config import CriticSection, RunConfig
 from sao_megatron.errors import UserError
-from sao_megatron.weights.families import family_of
 from sao_megatron.weights.folder import SafetensorsFolder
 from sao_megatron.weights.hf import read_config
+from sao_megatron.weights.maths import differences
 from sao_megatron.weights.rules import Rule
 
 FILE = "value_head.json"
@@ -42,9 +42,7 @@ def check(config: RunConfig, hf_config: dict) -> None:
     if found != expected:
         raise UserError(f"critic.path: the critic in {folder} has the head {found}, the recipe asks for {expected}: "
                         f"make the `critic` section the same, or pre-train again")
-    theirs = read_config(folder)
-    for field in sorted(family_of(hf_config).used_fields - {"tie_word_embeddings"} | {"rope_scaling"}):
-        if theirs.get(field) != hf_config[field]:
-            raise UserError(f"critic.path: {folder} was made for another model: its {field} is {theirs.get(field)}, "
-                            f"this model's is {hf_config[field]}")
+    theirs = read_config(folder) | {"tie_word_embeddings": hf_config["tie_word_embeddings"]}  # it has no such head
+    if other := differences(theirs, hf_config):
+        raise UserError(f"critic.path: {folder} was made for another model than this one ({', '.join(other)})")
     SafetensorsFolder(folder).check()
