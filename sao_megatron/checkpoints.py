@@ -2,7 +2,7 @@
 
 A folder of that name is complete: it was written under another name (`step-00000040.partial-…`), brought to the disk,
 and renamed. What a crash leaves is removed by the next learner. Each folder holds a distributed checkpoint of
-Megatron-Core's (learner/checkpoint.py) and `state.json`, which says what the weights are.
+Megatron-Core's (learner/checkpoint.py) and `state.json`, which says what the weights are, and holds a checksum of that.
 """
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ import json
 import logging
 import re
 import shutil
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
 from sao_megatron.config import ParallelSection, RunConfig
-from sao_megatron.errors import RunError, UserError
+from sao_megatron.errors import UserError
 from sao_megatron.files import sync
 
 FORMAT = 1
+STATE = "state.json"
+KEYS = {"format", "step", "updates", "parallel", "running_mean", "schedules", "hf_config", "config"}
+"""What state.json of a run's checkpoint holds at least; a converted one's has no run to speak of."""
 MAY_CHANGE = {"name", "runs_dir", "steps", "restarts", "parallel", "rollout", "evaluation", "engine", "publication",
               "checkpoint", "alarms", "tokens", "writers", "cluster", "sandbox"}
 """Keys of a config that a run may change when it goes on; `steps` moves the end of decaying learning rates with it."""
@@ -35,16 +39,13 @@ class Checkpoint:
     """Learner steps that the weights include."""
 
     def state(self) -> dict:
-        """What state.json says. Raises RunError if it is not of this format."""
-        path = self.path / "state.json"
-        try:
-            state = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            raise RunError(f"checkpoint {self.path} has no readable state.json ({error}): remove the folder, "
-                           f"so that the run goes on from an older one") from None
-        if state.get("format") != FORMAT:
-            raise RunError(f"checkpoint {self.path} has format {state.get('format')}, expected {FORMAT}: use the "
-                           f"package version that wrote it")
+        """What state.json says. Raises UserError if it is not whole, or not of this format."""
+        state = read_state(self.path)
+        if state.get("format", FORMAT) != FORMAT:
+            raise UserError(f"checkpoint {self.path} has format {state['format']}, expected {FORMAT}: use the package "
+                            f"version that wrote it")
+        if missing := sorted(KEYS - state.keys()):
+            raise _unreadable(self.path, f"no {', '.join(missing)}")
         return state
 
 
@@ -77,8 +78,7 @@ class CheckpointFolder:
 
     def finish(self, partial: Path, state: dict, keep: int) -> None:
         """Write state.json, make the folder a checkpoint, and keep only the newest `keep` of them."""
-        path = partial / "state.json"
-        path.write_text(json.dumps({"format": FORMAT} | state, indent=2) + "\n")
+        write_state(partial, state)
         for file in partial.iterdir():
             sync(file)
         sync(partial)
@@ -104,6 +104,36 @@ class CheckpointFolder:
         shutil.rmtree(doomed, ignore_errors=True)
         if doomed.exists():  # a network file system keeps files that another process reads
             log.warning("%s could not be removed whole: the next learner of this run will try again", doomed)
+
+
+def write_state(folder: Path, state: dict) -> None:
+    """state.json of a checkpoint, with its checksum."""
+    state = {"format": FORMAT} | state
+    (folder / STATE).write_text(json.dumps(state | {"checksum": _checksum(state)}, indent=2) + "\n")
+
+
+def read_state(folder: Path) -> dict:
+    """What state.json of a checkpoint says; nothing where there is none. Raises UserError if it is not what was once
+    written, where it says so: older ones have no checksum."""
+    try:
+        state = json.loads((folder / STATE).read_text()) if (folder / STATE).exists() else {}
+    except (OSError, ValueError) as error:
+        raise _unreadable(folder, error) from None
+    if not isinstance(state, dict):
+        raise _unreadable(folder, f"expected a JSON object, found {type(state).__name__}")
+    expected = state.pop("checksum", None)
+    if expected not in (None, found := _checksum(state)):
+        raise _unreadable(folder, f"damaged, or edited: its checksum is {found}, it says {expected}")
+    return state
+
+
+def _checksum(state: dict) -> str:
+    return f"{zlib.crc32(json.dumps(state, sort_keys=True).encode()):08x}"
+
+
+def _unreadable(folder: Path, reason: object) -> UserError:
+    return UserError(f"checkpoint {folder} has no readable {STATE} ({reason}): take another one; a run goes on from an "
+                     f"older one if this folder is removed")
 
 
 def check_same_run(before: RunConfig, now: RunConfig) -> None:

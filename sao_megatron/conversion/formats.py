@@ -8,17 +8,19 @@ from pathlib import Path
 
 import torch
 
+from sao_megatron.checkpoints import write_state
+from sao_megatron.conversion import config_json
 from sao_megatron.conversion.job import Job, share
 from sao_megatron.errors import UserError
 from sao_megatron.files import write_whole
+from sao_megatron.learner import integrity
 from sao_megatron.learner.megatron_folder import WholeModel, join_parts, stored_dtype
 from sao_megatron.weights import hf, saving
 from sao_megatron.weights.families import family_of
-from sao_megatron.weights.folder import SafetensorsFolder, read_json
+from sao_megatron.weights.folder import SafetensorsFolder
 from sao_megatron.weights.saving import Entry
 
 DTYPES = ("bfloat16", "float32")
-STATE = "state.json"
 
 
 def hf_to_megatron(source: Path, target: Path, dtype: str | None = None) -> None:
@@ -38,9 +40,9 @@ def hf_to_megatron(source: Path, target: Path, dtype: str | None = None) -> None
     if job.is_first:
         saving.copy_beside(source, job.partial, dtype)
         join_parts(job.partial, len(model.parts))
-        state = {"format": 1, "step": 0, "updates": 0, "parts": ["policy"], "hf_config": hf_config,
-                 "written": time.time()}
-        (job.partial / STATE).write_text(json.dumps(state, indent=2) + "\n")
+        write_state(job.partial, {
+            "step": 0, "updates": 0, "parts": ["policy"], "hf_config": hf_config, "written": time.time(),
+            integrity.CHECKSUM: integrity.metadata_checksum(job.partial)})
         job.complete()
 
 
@@ -50,10 +52,10 @@ def megatron_to_hf(source: Path, target: Path, model_dir: Path | None = None, mt
     config.json, tokenizer and, if `mtp`, layers for multi-token prediction come from `model_dir` (default: wherever the
     checkpoint says that the model lies).
     """
-    model_dir = model_dir or model_directory(source)
+    model_dir = model_dir or config_json.model_directory(source)
     if mtp:
         hf.check_mtp(model_dir)
-    model = WholeModel(hf.read_config(model_dir), stored_dtype(source))
+    model = WholeModel(config_json.of(source, model_dir), stored_dtype(source))
     hf.files_beside(model_dir)
     model.check(source, *share())
     job = Job(target, {"verb": "megatron-to-hf", "source": str(source.resolve()), "model": str(model_dir.resolve())},
@@ -70,21 +72,6 @@ def megatron_to_hf(source: Path, target: Path, model_dir: Path | None = None, mt
             path = job.partial / f"part-{part:05d}.json"
             entries |= {name: Entry(**entry) for name, entry in json.loads(path.read_text()).items()}
         job.complete(lambda: saving.finish(target, entries, model_dir, mtp=mtp))
-
-
-def model_directory(folder: Path) -> Path:
-    """Where config.json and tokenizer of a checkpoint lie: in it, or where the run of the learner has its model."""
-    if (folder / "config.json").is_file():
-        return folder
-    if not (folder / STATE).is_file():
-        raise UserError(f"{folder} has neither config.json nor {STATE}: it is no HF folder and no checkpoint of the "
-                        f"learner, or not a complete one")
-    path = read_json(folder / STATE).get("config", {}).get("model", {}).get("path")
-    model_dir = Path(path) if path else folder.resolve().parents[1] / "model"
-    if not (model_dir / "config.json").is_file():
-        raise UserError(f"{folder}: the model that it was trained from is not at {model_dir}: say where its "
-                        f"config.json and tokenizer are with --model")
-    return model_dir
 
 
 def _dtype_of(hf_config: dict) -> str:

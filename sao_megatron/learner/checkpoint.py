@@ -34,6 +34,8 @@ from sao_megatron.config import ParallelSection
 from sao_megatron.errors import UserError
 from sao_megatron.learner.optimized import Optimized
 from sao_megatron.learner.trainer import Trainer
+from sao_megatron.weights import hf
+from sao_megatron.weights.maths import differences
 
 log = logging.getLogger("checkpoint")
 
@@ -91,8 +93,8 @@ class Saver:
                 self.folder.discard(pending.path)
             return
         if dist.get_rank() == 0:
-            checksum = integrity.metadata_checksum(pending.path)
-            self.folder.finish(pending.path, pending.state | {"metadata": checksum}, self.section.keep)
+            checksum = {integrity.CHECKSUM: integrity.metadata_checksum(pending.path)}
+            self.folder.finish(pending.path, pending.state | checksum, self.section.keep)
             log.info("checkpoint of step %d saved in %.1f s", pending.state["step"], time.monotonic() - pending.began)
 
 
@@ -134,9 +136,9 @@ def load(trainer: Trainer, checkpoint: Checkpoint) -> None:
     """Fill a trainer that has begun reinforcement (its weights may be unset). Collective. Raises UserError for data
     that are damaged."""
     state = checkpoint.state()
-    if state.get("metadata") not in (None, integrity.metadata_checksum(checkpoint.path)):
-        raise UserError(f"{checkpoint.path}: .metadata is damaged, or another checkpoint's: remove the folder, so that "
-                        f"the run goes on from an older one")
+    if other := differences(hf.canonical(state["hf_config"]), trainer.hf_config):
+        raise UserError(f"{checkpoint.path} is of another model than model.path now holds ({', '.join(other)}): bring "
+                        f"back the config.json that the run was started with")
     integrity.check(checkpoint.path, share=dist.get_rank(), shares=dist.get_world_size())
     now = trainer.config.parallel
     same_layout = ParallelSection.model_validate(state["parallel"] | {"recompute": now.recompute}) == now

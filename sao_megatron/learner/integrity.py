@@ -1,7 +1,8 @@
 """Is what lies in a distributed checkpoint what was written?
 
 Every item (a piece of a tensor, an object) is a zip archive inside a file, and holds a CRC-32 of its data. torch.load
-does not look at them, so that a flipped bit would become a weight.
+does not look at them, so that a flipped bit would become a weight. `.metadata`, which says where each item belongs, has
+none: state.json keeps it, in the folders that this package writes.
 """
 from __future__ import annotations
 
@@ -10,23 +11,49 @@ import zipfile
 import zlib
 from pathlib import Path
 
+import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from sao_megatron.checkpoints import STATE, read_state
 from sao_megatron.errors import UserError
+
+CHECKSUM = "metadata"
+"""Where state.json keeps it."""
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """What a checkpoint says of its items. Raises UserError."""
+    """What a checkpoint says of its items. Raises UserError, also where that is not what was once written."""
+    expected = read_state(folder).get(CHECKSUM)
     try:
-        return dcp.FileSystemReader(folder).read_metadata()
+        if expected not in (None, found := metadata_checksum(folder)):
+            raise UserError(f"{folder}: its .metadata is damaged (checksum {found}, {STATE} says {expected}): take "
+                            f"another checkpoint; a run goes on from an older one if this one's folder is removed")
+        metadata = dcp.FileSystemReader(folder).read_metadata()
+        _check_types(metadata)
+    except UserError:
+        raise
     except (Exception, dcp.api.CheckpointException) as error:  # whatever unpickling a damaged file raises
         raise UserError(f"{folder} is no checkpoint of the learner: its .metadata cannot be read ({error})") from None
+    return metadata
 
 
 def metadata_checksum(folder: Path) -> str:
-    """Of what `read_metadata` reads: it has no CRC of its own, so state.json keeps this."""
+    """Of what `read_metadata` reads, and compares with this."""
     return f"{zlib.crc32((folder / '.metadata').read_bytes()):08x}"
+
+
+def _check_types(metadata: Metadata) -> None:
+    """Raise TypeError or AttributeError for what unpickled, but is no metadata."""
+    for index, info in metadata.storage_data.items():
+        if not all(isinstance(text, str) for text in (index.fqn, info.relative_path)):
+            raise TypeError(f"{index.fqn!r} in the file {info.relative_path!r}")
+        if not all(isinstance(number, int) for number in (info.offset, info.length)):
+            raise TypeError(f"{index.fqn} at {info.offset!r}, of length {info.length!r}")
+    for key, value in metadata.state_dict_metadata.items():
+        if not isinstance(key, str) or (isinstance(value, TensorStorageMetadata)
+                                        and not isinstance(value.properties.dtype, torch.dtype)):
+            raise TypeError(f"{key!r} of type {value!r}")
 
 
 def check(folder: Path, prefix: str = "", share: int = 0, shares: int = 1) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import pickle
 from collections import defaultdict
 from dataclasses import replace
@@ -102,8 +103,15 @@ class WholeModel:
 
     def read(self, part: int, folder: Path) -> dict[str, Tensor]:
         """The HF tensors of a part, from a checkpoint that any layout wrote. Raises UserError."""
+        try:
+            return self._read(part, folder)
+        finally:
+            self._empty(part)
+
+    def _read(self, part: int, folder: Path) -> dict[str, Tensor]:
         for parameter in self.parts[part]:
             _resize(parameter.tensor, parameter.tensor.numel())
+            parameter.tensor.detach().fill_(math.nan)  # where nothing is read, because .metadata is damaged, it stays
         wanted = _as_torch_saves_it(self._sharded(part))
         try:
             dcp.load(wanted, storage_reader=dcp.FileSystemReader(folder), no_dist=True,
@@ -114,9 +122,11 @@ class WholeModel:
                             f"({reason}): the checkpoint is damaged, or of another model") from None
         tensors = {}
         for parameter in self.parts[part]:
+            if parameter.tensor.detach().amax().isnan():
+                raise UserError(f"{folder}: the checkpoint has no data for a part of {', '.join(parameter.hf_names)}, "
+                                f"or NaN: it is damaged, or a run's that has diverged; take another one")
             whole = split(parameter.rule, [parameter.tensor.detach()], self.shards.geometry)
             tensors |= {name: t.clone() for name, t in zip(parameter.hf_names, whole, strict=True)}
-        self._empty(part)
         return tensors
 
     def _shapes(self, parameter: Parameter) -> list[tuple[int, ...]]:

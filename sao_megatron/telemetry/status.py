@@ -163,7 +163,7 @@ def _checkpoint(status: Status) -> str:
         return "none yet" if status.config.checkpoint.every else "none: checkpoint.every is 0"
     try:
         written = status.checkpoint.state().get("written")
-    except RunError as error:
+    except UserError as error:
         return str(error)
     return f"step {status.checkpoint.step}" + (f", written {_ago(status, written)}" if written else "")
 

@@ -69,6 +69,19 @@ def damaged(trainer: Trainer, checkpoint) -> list[str]:
     return sorted(said)
 
 
+def said_of_another_model(trainer: Trainer, checkpoint) -> str:
+    """What a rank says whose model folder has got another config.json since."""
+    right = trainer.hf_config
+    trainer.hf_config = right | {"rope_theta": 7.0}
+    try:
+        load(trainer, checkpoint)
+    except UserError as error:
+        return str(error)
+    finally:
+        trainer.hf_config = right
+    return ""
+
+
 @contextmanager
 def full_disk():
     """Files cannot grow beyond 1000 bytes."""
@@ -100,6 +113,7 @@ def main(folder: Path, cases: dict[str, dict]) -> None:
                 saver.save(step=SAVED + MORE, updates=SAVED + MORE)
             saver.finish()
             results[name]["damaged"] = damaged(trainer, checkpoints.latest())
+            results[name]["another model"] = said_of_another_model(trainer, checkpoints.latest())
             results[name]["left"] = [path.name for path in checkpoints.path.iterdir()]
         results[name]["complete"] = [checkpoint.step for checkpoint in checkpoints.complete()]
         for layout, sizes in case["loaded"].items():

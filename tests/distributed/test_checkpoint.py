@@ -78,6 +78,11 @@ def test_a_flipped_bit_is_found(results):
     assert nothing == "" and ".distcp: the data of " in sentence and "are damaged" in sentence
 
 
+# If this fails, a run goes on in silence with weights that compute something else than they did.
+def test_another_config_json_is_refused(results):
+    assert "is of another model than model.path now holds (rope_theta is " in results["sao"]["another model"]
+
+
 # If this fails, a writer that was killed, or whose disk was full, leaves a checkpoint that looks complete, or files
 # that keep the disk full, or ends the run.
 def test_failed_writers_leave_the_checkpoint_before(results):

@@ -10,8 +10,8 @@ from test_saving import count_calls
 
 from sao_megatron import config as run_config
 from sao_megatron import launcher
-from sao_megatron.checkpoints import CheckpointFolder, check_same_run, keeps_optimizer
-from sao_megatron.errors import RunError, UserError
+from sao_megatron.checkpoints import KEYS, CheckpointFolder, check_same_run, keeps_optimizer
+from sao_megatron.errors import UserError
 from sao_megatron.files import write_whole
 from sao_megatron.run_folder import RunFolder
 from sao_megatron.trajectory.store import Store
@@ -32,7 +32,7 @@ def folder(tmp_path) -> CheckpointFolder:
 def save(folder: CheckpointFolder, step: int, generation: int = 0, keep: int = 2) -> None:
     partial = folder.begin(step, generation)
     (partial / "__0_0.distcp").write_text(f"weights of {step}, generation {generation}")
-    folder.finish(partial, {"step": step}, keep)
+    folder.finish(partial, dict.fromkeys(KEYS - {"format"}) | {"step": step}, keep)
 
 
 # If this fails, a checkpoint that a crash cut off is loaded, or its remains fill the disk.
@@ -125,12 +125,31 @@ def train(store: Store, step: int) -> None:
 
 
 # If this fails, a damaged or a foreign checkpoint gives a traceback.
-@pytest.mark.parametrize(("text", "message"), [("{", "no readable state.json"), ('{"format": 9}', "format 9, exp")])
+@pytest.mark.parametrize(("text", "message"), [
+    ("{", "no readable state.json"), ('{"format": 9}', "format 9, exp"), ("[]", "expected a JSON object, found list"),
+    ('{"format": 1, "step": 3}', r"no readable state.json \(no config, hf_config, parallel, ")])
 def test_broken_state_is_named(folder, text, message):
     save(folder, 10)
     (folder.latest().path / "state.json").write_text(text)
-    with pytest.raises(RunError, match=message):
+    with pytest.raises(UserError, match=message):
         folder.latest().state()
+
+
+# If this fails, a run goes on with a running mean, a schedule or a layout that a flipped bit has made up.
+def test_every_flipped_bit_of_the_state_is_found(folder):
+    save(folder, 10)
+    path = folder.latest().path / "state.json"
+    whole, right = path.read_bytes(), folder.latest().state()
+    for position in range(len(whole)):
+        for bit in range(8):
+            data = bytearray(whole)
+            data[position] ^= 1 << bit
+            path.write_bytes(data)
+            try:
+                now = folder.latest().state()
+            except UserError:
+                continue
+            assert now == right or whole[position - 12:position + 12].count(b"checksum"), (position, bit)
 
 
 # If this fails, a run goes on as another experiment under the same name, or cannot move to another machine.

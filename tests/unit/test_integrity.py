@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from sao_megatron.checkpoints import write_state
 from sao_megatron.errors import UserError
 from sao_megatron.learner import integrity
 
@@ -57,6 +58,28 @@ def test_flipped_bits(folder):
     assert found > 50
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_flipped_bits_of_the_metadata(folder, known):
+    """If this fails, a weight lands in another's place, because what says where it belongs was damaged; or, where no
+    checksum is known, somebody gets a traceback."""
+    if known:
+        write_state(folder, {"metadata": integrity.metadata_checksum(folder)})
+        integrity.check(folder)
+    path = folder / ".metadata"
+    whole, found = path.read_bytes(), 0
+    positions = range(0, len(whole), 1 if known else 37)
+    for position in positions:
+        damaged = bytearray(whole)
+        damaged[position] ^= 1 << position % 8
+        path.write_bytes(damaged)
+        try:
+            integrity.check(folder)
+        except UserError as error:
+            found += 1
+            assert "its .metadata is damaged (checksum" in str(error) or not known
+    assert found == len(positions) if known else found > 5
+
+
 def test_a_share_and_a_part(folder):
     """If this fails, ranks leave a part of a checkpoint unread, or a conversion reads the optimizers."""
     path, = folder.glob("*.distcp")
@@ -88,4 +111,8 @@ def test_truncated_and_missing(folder):
         integrity.check(folder)
     (folder / ".metadata").write_bytes(b"x")
     with pytest.raises(UserError, match="its .metadata cannot be read"):
+        integrity.check(folder)
+    write_state(folder, {"metadata": "12345678"})
+    (folder / ".metadata").unlink()
+    with pytest.raises(UserError, match="its .metadata cannot be read .*No such file"):
         integrity.check(folder)

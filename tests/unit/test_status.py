@@ -13,6 +13,7 @@ import pytest
 
 from sao_megatron import cli
 from sao_megatron import config as run_config
+from sao_megatron.checkpoints import KEYS
 from sao_megatron.engine.process import free_port
 from sao_megatron.errors import UserError
 from sao_megatron.run_folder import RunFolder
@@ -128,7 +129,7 @@ def test_a_paused_run(folder):
 def test_the_newest_checkpoint(folder):
     for step in (20, 25):
         partial = folder.checkpoints.begin(step, 0)
-        folder.checkpoints.finish(partial, {"written": time.time() - 90}, keep=2)
+        folder.checkpoints.finish(partial, dict.fromkeys(KEYS - {"format"}) | {"written": time.time() - 90}, keep=2)
     assert shown(folder)["checkpoint"] == "step 25, written 1m30s ago"
 
 
