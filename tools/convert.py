@@ -34,8 +34,9 @@ example:
   python tools/convert.py megatron-to-hf runs/first/checkpoints/step-00000040 exports/first"""
 _VERIFY = """\
 Compare every tensor of two checkpoints, each an HF folder or one of the learner's, bit by bit, and print the first
-differences with their coordinates. Tensors stored in different types are compared in the second one's. With one
-folder: read all of it, and compare it with its checksums (folders written by this package have them).
+differences with their coordinates, and the fields of config.json with which the two compute differently. Tensors stored
+in different types are compared in the second one's. With one folder: read all of it, and compare it with its checksums
+(folders written by this package have them).
 
 example:
   python tools/convert.py verify models/Qwen3-30B-A3B checkpoints/start"""

@@ -5,12 +5,14 @@ only in the target's `.partial` folder, where each finished part has a mark. The
 """
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 from sao_megatron.errors import RunError, UserError
 from sao_megatron.files import write_whole
@@ -39,6 +41,7 @@ class Job:
             self.mine = []
             return
         self.partial.mkdir(parents=True, exist_ok=True)
+        self._lock = self._alone()
         what |= {"parts": len(model.parts), "files": _fingerprint(Path(what["source"]))}
         path = self.partial / JOB
         if not path.exists():
@@ -47,6 +50,16 @@ class Job:
             changed = [f"{key} was {found.get(key)!r}, is {what[key]!r}" for key in what if found.get(key) != what[key]]
             raise UserError(f"{self.partial} holds the beginning of another conversion ({', '.join(changed)}): remove "
                             f"it, or give another target")
+
+    def _alone(self) -> IO:
+        """Be the only process of this number at this conversion: two would write the same files. Raises UserError."""
+        lock = (self.partial / f"process-{self.rank:05d}.lock").open("w")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{self.target}: this conversion is already running: wait for it, or end it first"
+                            ) from None
+        return lock
 
     def _is_mine_done(self) -> bool:
         """The first process may have completed the folder already, but only if this one's share was done."""
@@ -67,6 +80,9 @@ class Job:
                 progress.show(self._missing())
         last: list[int] = []
         while self.is_first and (missing := self._missing()):
+            if not set(missing).isdisjoint(self.mine):
+                raise RunError(f"{self.partial} has lost part {missing[0]}, which was written: was it removed? Start "
+                               f"the same command again")
             if missing != last:
                 last, deadline = missing, time.monotonic() + WAIT_SECONDS
             if time.monotonic() > deadline:
@@ -77,8 +93,8 @@ class Job:
         progress.close()
 
     def complete(self, rename: Callable[[], None] | None = None) -> None:
-        """Remove the marks and give the folder its name."""
-        for pattern in (JOB, "part-*.done", "part-*.json", "part-*.metadata"):
+        """Remove the marks, with what kill −9 left of such files, and give the folder its name."""
+        for pattern in ("part-*.done", "part-*.json*", "part-*.metadata", f"{JOB}*", "process-*.lock"):
             for path in self.partial.glob(pattern):
                 path.unlink()
         if rename:

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import torch
 
-from sao_megatron.conversion.formats import model_directory
+from sao_megatron.conversion import config_json
 from sao_megatron.conversion.job import share
 from sao_megatron.errors import UserError
 from sao_megatron.learner.megatron_folder import MegatronFolder
 from sao_megatron.weights import hf
 from sao_megatron.weights.folder import SafetensorsFolder, common_name
-from sao_megatron.weights.rules import HEAD
+from sao_megatron.weights.maths import differences
 
 SHOWN = 10
 """Differences that are printed."""
@@ -19,22 +19,25 @@ SHOWN = 10
 
 def verify(first: Path, second: Path | None = None) -> int:
     """Compare every tensor of two checkpoints, each of either kind, and print the first differences; or, given one,
-    read all of it and compare it with its checksums. Returns how many tensors differ.
+    read all of it and compare it with its checksums. Returns how many differences there are.
 
-    Tensors stored in different types are compared in the second one's.
+    Tensors stored in different types are compared in the second one's. A field of config.json with which they compute
+    differently is a difference too.
     """
-    a = _open(first)
     if second is None:
-        return _verify_one(first, a)
-    b = _open(second)
+        return _verify_one(first, _open(first))
+    config_a, config_b = config_json.of(first), config_json.of(second)
+    a, b = _open(first), _open(second)
     in_a, in_b = ({common_name(name): name for name in source.names()} for source in (a, b))
     names = list(in_b | in_a if isinstance(b, MegatronFolder) else in_a | in_b)  # along the parts of one that has any
-    hf_config = hf.read_config(model_directory(first))
     rank, world = share()
+    fields = differences(config_a, config_b) if rank == 0 else []
+    for field in fields:
+        print(f"config.json: {field}")
     faults = compared = 0
     for name in names[len(names) * rank // world:len(names) * (rank + 1) // world]:
         if name not in in_a or name not in in_b:
-            if not _is_left_out(name, hf_config):
+            if not hf.is_left_out(name, config_a if name in in_a else config_b):
                 faults += 1
                 _say(faults, f"{name}: only in {first if name in in_a else second}")
             continue
@@ -42,8 +45,9 @@ def verify(first: Path, second: Path | None = None) -> int:
         if difference := _difference(a, in_a[name], b, in_b[name]):
             faults += 1
             _say(faults, f"{name}: {difference}")
-    print(f"{compared} tensors compared, {faults} differ" + (f" (in the share of process {rank})" if world > 1 else ""))
-    return faults
+    print(f"{compared} tensors compared, {faults} differ" + (f" (in the share of process {rank})" if world > 1 else "")
+          + (", and config.json does" if fields else ""))
+    return faults + len(fields)
 
 
 def _verify_one(folder: Path, source) -> int:
@@ -83,15 +87,9 @@ def _say(count: int, text: str) -> None:
         print(text)
 
 
-def _is_left_out(name: str, hf_config: dict) -> bool:
-    """Tensors that lie in HF folders but belong to no part of the model that is trained: MTP layers, a tied head."""
-    return (hf.is_mtp(name, hf_config["num_hidden_layers"])
-            or name == HEAD and hf_config["tie_word_embeddings"])
-
-
 def _open(folder: Path) -> SafetensorsFolder | MegatronFolder:
     if (folder / ".metadata").is_file():
-        return MegatronFolder(folder, hf.read_config(model_directory(folder)), *share())
+        return MegatronFolder(folder, config_json.of(folder), *share())
     source = SafetensorsFolder(folder)
     source.check()
     return source

@@ -124,7 +124,7 @@ def check_tensors(tensors: SafetensorsFolder, hf_config: dict) -> None:
     no place for (left out without a word, it would make another model), or for a head that it ties away."""
     family = family_of(hf_config)
     for name, file in sorted(tensors.check().items()):
-        if not _is_left_out(name, hf_config):
+        if not is_left_out(name, hf_config):
             raise UserError(f"{tensors.folder / file}: tensor {name} lies there, and the index does not name it, so "
                             f"that some readers take it and some do not: copy or export this checkpoint again")
     there = {common_name(name): name for name in tensors.names()}
@@ -134,7 +134,7 @@ def check_tensors(tensors: SafetensorsFolder, hf_config: dict) -> None:
         raise UserError(f"{tensors.folder}: {ours} needs, and this folder lacks, tensor {lacking[0]}"
                         f"{' (and more)' if len(lacking) > 1 else ''}: {advice}")
     wanted = {common_name(name) for name in family.names(hf_config)}
-    strange = sorted(name for name in there.keys() - wanted if not _is_left_out(name, hf_config))
+    strange = sorted(name for name in there.keys() - wanted if not is_left_out(name, hf_config))
     if strange:
         more = f" (and {len(strange) - 1} more)" if len(strange) > 1 else ""
         raise UserError(f"{tensors.folder}: {ours} has no place for tensor {there[strange[0]]}{more}: {advice}")
@@ -148,7 +148,7 @@ def check_tensors(tensors: SafetensorsFolder, hf_config: dict) -> None:
                             f"set tie_word_embeddings to false, or remove {HEAD}")
 
 
-def _is_left_out(name: str, hf_config: dict) -> bool:
+def is_left_out(name: str, hf_config: dict) -> bool:
     """Tensors that folders hold beside the weights that are trained: multi-token prediction, a tied head, an indexer
     in layers that use another's, a table that is reckoned anew (of old versions of transformers)."""
     layers, mtp_layers = hf_config["num_hidden_layers"], hf_config.get("num_nextn_predict_layers") or 0

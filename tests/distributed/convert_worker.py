@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import json
 import os
@@ -14,6 +15,7 @@ import runpy
 import shutil
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
@@ -65,6 +67,27 @@ def flip_bit_of_data(path: Path) -> None:
     path.write_bytes(data)
 
 
+def flip_bit_of_metadata(folder: Path) -> None:
+    data = bytearray((folder / ".metadata").read_bytes())
+    data[len(data) // 2] ^= 2
+    (folder / ".metadata").write_bytes(data)
+
+
+def made_elsewhere(checkpoint: Path, folder: Path) -> None:
+    """A copy whose state.json says nothing of the model and of .metadata."""
+    shutil.copytree(checkpoint, folder)
+    state = json.loads((folder / "state.json").read_text())
+    (folder / "state.json").write_text(json.dumps({key: state[key] for key in ("format", "step")}))
+
+
+def misplace(folder: Path, key: str) -> None:
+    """In .metadata, say of a tensor's first piece that it belongs where the second does."""
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    first, second, *rest = metadata.state_dict_metadata[key].chunks
+    metadata.state_dict_metadata[key].chunks = [replace(first, offsets=second.offsets), second, *rest]
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
 def main(folder: Path) -> None:
     found = {}
 
@@ -73,6 +96,8 @@ def main(folder: Path) -> None:
         found[name] = answer(*[str(folder / a) if is_path else a for a, is_path in zip(arguments, paths, strict=True)],
                              **share)
     run("there", "hf-to-megatron", "single", "meg")
+    (folder / "hf.partial").mkdir()
+    (folder / "hf.partial" / "part-00000.json.tmp77").write_text("{")  # a process was killed while it wrote this
     run("back", "megatron-to-hf", "meg", "hf")
     run("equal", "verify", "single", "meg")
     run("mtp", "megatron-to-hf", "meg", "hf-mtp", "--mtp", "keep", "--model", "mtp")
@@ -88,6 +113,9 @@ def main(folder: Path) -> None:
     run("rounded equal", "verify", "single", "meg-bf16")
     run("second of two", "hf-to-megatron", "single", "meg-two", rank=1, world=2)
     found["before the first"] = (folder / "meg-two").exists()
+    with (folder / "meg-two.partial" / "process-00000.lock").open("w") as lock:  # as the first process would hold it
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        run("twice", "hf-to-megatron", "single", "meg-two", world=2)
     run("first of two", "hf-to-megatron", "single", "meg-two", world=2)
     run("late second", "hf-to-megatron", "single", "meg-two", rank=1, world=2)
     run("two equal", "verify", "meg", "meg-two")
@@ -103,7 +131,17 @@ def main(folder: Path) -> None:
     (folder / "tied").mkdir()
     config = json.loads((folder / "single" / "config.json").read_text())
     (folder / "tied" / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
-    run("another head", "megatron-to-hf", "meg", "x3", "--model", "tied")
+    made_elsewhere(folder / "meg", folder / "elsewhere")
+    run("elsewhere", "verify", "single", "elsewhere")
+    run("another head", "megatron-to-hf", "elsewhere", "x3", "--model", "tied")
+    run("another model", "megatron-to-hf", "meg", "x3", "--model", "other-maths")
+    run("maths", "verify", "meg", "other-maths")
+    run("a layer more", "verify", "single", "longer")
+    run("a layer less", "verify", "longer", "single")
+    run("left out", "verify", "glm-mtp", "glm")
+    run("left out of the second", "verify", "glm", "glm-mtp")
+    run("text for a number", "verify", "single", "text-layers")
+    run("no number", "verify", "no-layers", "longer")
     shutil.copytree(folder / "meg", folder / "no-state")
     (folder / "no-state" / "config.json").unlink()
     (folder / "no-state" / "state.json").write_text("{")
@@ -121,6 +159,13 @@ def main(folder: Path) -> None:
     flip_bit_of_data(next((folder / "meg-flipped").glob("part-00003.distcp")))
     run("flipped back", "megatron-to-hf", "meg-flipped", "x6")
     run("flipped alone", "verify", "meg-flipped")
+    shutil.copytree(folder / "meg", folder / "meg-placed")
+    flip_bit_of_metadata(folder / "meg-placed")
+    run("misplaced back", "megatron-to-hf", "meg-placed", "x7")
+    run("misplaced", "verify", "single", "meg-placed")
+    run("misplaced alone", "verify", "meg-placed")
+    misplace(folder / "elsewhere", "policy.decoder.layers.self_attention.linear_qkv.weight")
+    run("misplaced elsewhere", "verify", "single", "elsewhere")
     shutil.copytree(folder / "hf", folder / "hf-flipped")
     flip = next((folder / "hf-flipped").glob("model-00002*"))
     data = bytearray(flip.read_bytes())

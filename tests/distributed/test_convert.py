@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from family_models import MODELS
 from reference import make_model
 from safetensors.torch import load_file, save_file
 
@@ -76,6 +77,13 @@ def write(folder: Path, model: Path, tensors: dict[str, torch.Tensor], files: in
     (folder / "config.json").write_text(json.dumps(json.loads((model / "config.json").read_text()) | config))
 
 
+def make_glm_config(folder: Path) -> None:
+    """config.json of a GLM-4.5 with a layer for multi-token prediction."""
+    from transformers import Glm4MoeConfig
+    Glm4MoeConfig(**MODELS["glm4_moe"][1], num_nextn_predict_layers=1,
+                  architectures=["Glm4MoeForCausalLM"]).save_pretrained(folder)
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """The folder of everything, the original tensors, and what float8 ones stand for."""
@@ -95,6 +103,15 @@ def made(tmp_path_factory):
     save_file(altered, folder / "altered" / "model.safetensors")
     (folder / "empty").mkdir()
     write(folder / "mtp", folder / "single", original | MTP)
+    write(folder / "other-maths", folder / "single", original, rms_norm_eps=1e-5, num_experts_per_tok=4,
+          use_cache=False)
+    more = {name.replace(".3.", ".4.", 1): t.clone() for name, t in original.items() if ".layers.3." in name}
+    write(folder / "longer", folder / "single", original | more, num_hidden_layers=5)
+    write(folder / "text-layers", folder / "single", original | more, num_hidden_layers="4")
+    write(folder / "no-layers", folder / "single", original, num_hidden_layers=None)
+    make_glm_config(folder / "glm-config")
+    write(folder / "glm-mtp", folder / "glm-config", {"model.norm.weight": torch.ones(64)} | MTP)
+    write(folder / "glm", folder / "glm-config", {"model.norm.weight": torch.ones(64)}, num_nextn_predict_layers=0)
     write(folder / "mixtral-fused", folder / "single", fuse(original))
     old = {".mlp.": ".block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
     write(folder / "mixtral", folder / "single", {renamed(name, old): t for name, t in original.items()})
@@ -132,10 +149,11 @@ def test_progress_has_an_eta(answers):
 
 
 @pytest.mark.parametrize("name", ["equal", "whole", "fused equal", "rounded equal", "two equal", "killed equal",
-                                  "mixtral equal", "mtp equal"])
+                                  "mixtral equal", "mtp equal", "elsewhere", "left out", "left out of the second"])
 def test_verify_finds_no_difference(answers, name):
     """If one fails: verify cries wolf (Mixtral's two spellings), or that way of converting (fused experts, rounding,
-    several processes, a conversion that was killed, multi-token prediction kept) gives other weights."""
+    several processes, a conversion that was killed, multi-token prediction kept) gives other weights; or a checkpoint
+    whose state.json has no checksum, or a folder with layers that are not trained, cannot be compared."""
     assert answers[name]["code"] == 0, answers[name]
     assert " 0 differ" in answers[name]["out"] or " 0 damaged" in answers[name]["out"]
 
@@ -178,13 +196,44 @@ def test_verify_says_what_differs(answers, name):
     assert "largest difference 0.5" in out and "model.extra: only in" in out and "2 differ" in out
 
 
+def test_verify_says_where_config_json_differs(answers):
+    """If this fails, the same tensors under another config.json, which are another model, are called equal; or fields
+    that change nothing are called differences."""
+    assert answers["maths"]["code"] == 1
+    assert answers["maths"]["out"].splitlines() == [
+        "config.json: num_experts_per_tok is 2 and 4", "config.json: rms_norm_eps is 1e-06 and 1e-05",
+        "135 tensors compared, 0 differ, and config.json does"]
+
+
+@pytest.mark.parametrize("name", ["a layer more", "a layer less"])
+def test_verify_misses_no_layer(answers, name):
+    """If one fails, a checkpoint that has lost its last layer is called equal to the whole one."""
+    out = answers[name]["out"]
+    assert answers[name]["code"] == 1 and out.splitlines()[0].startswith("config.json: num_hidden_layers is ")
+    assert "model.layers.4." in out and ": only in " in out and ", 33 differ, and config.json does" in out
+
+
+def test_a_killed_process_leaves_nothing_in_the_folder(made, answers):
+    """If this fails, what kill −9 left of an unfinished file lies in the finished folder."""
+    assert {path.suffix for path in (made[0] / "hf").iterdir()} == {".safetensors", ".json"}
+    assert {path.suffix for path in (made[0] / "meg-killed").iterdir()} == {".distcp", ".json", ""}  # .metadata
+
+
 @pytest.mark.parametrize("name, code, parts", [
     ("exists", 2, ["meg exists"]), ("nothing", 2, ["nowhere has no config.json"]),
     ("no checkpoint", 2, ["empty has neither config.json nor state.json"]),
     ("no tensors", 2, ["single is no checkpoint of the learner"]),
     ("no mtp", 2, ["meg has no layers for multi-token prediction"]),
     ("another head", 2, ["holds the tensor policy.output_layer.weight, for which the model of config.json has no"]),
-    ("no state", 2, ["state.json is not valid JSON"]),
+    ("twice", 2, ["meg-two: this conversion is already running"]),
+    ("another model", 2, ["meg is of another model than", "other-maths/config.json (num_experts_per_tok is 2 and 4, "]),
+    ("text for a number", 2, ["num_hidden_layers='4' cannot be", "text-layers/config.json"]),
+    ("no number", 2, ["num_hidden_layers=None cannot be", "no-layers/config.json"]),
+    ("misplaced back", 2, ["meg-placed: its .metadata is damaged (checksum "]),
+    ("misplaced", 2, ["meg-placed: its .metadata is damaged (checksum "]),
+    ("misplaced alone", 2, ["meg-placed: its .metadata is damaged (checksum "]),
+    ("misplaced elsewhere", 2, ["elsewhere: the checkpoint has no data for a part of model.layers.0.self_attn.q_proj"]),
+    ("no state", 2, ["no-state has no readable state.json"]),
     ("changed", 2, ["x5.partial holds the beginning of another conversion (", "files was"]),
     ("flipped back", 2, ["part-00003.distcp: the data of policy.", "are damaged"]),
     ("flipped alone", 2, ["part-00003.distcp: the data of policy.", "are damaged"]),
