@@ -51,9 +51,13 @@ def _check_types(metadata: Metadata) -> None:
         if not all(isinstance(number, int) for number in (info.offset, info.length)):
             raise TypeError(f"{index.fqn} at {info.offset!r}, of length {info.length!r}")
     for key, value in metadata.state_dict_metadata.items():
-        if not isinstance(key, str) or (isinstance(value, TensorStorageMetadata)
-                                        and not isinstance(value.properties.dtype, torch.dtype)):
-            raise TypeError(f"{key!r} of type {value!r}")
+        if not isinstance(key, str):
+            raise TypeError(f"the key {key!r}")
+        if not isinstance(value, TensorStorageMetadata):
+            continue
+        numbers = [*value.size, *(n for piece in value.chunks for n in (*piece.offsets, *piece.sizes))]
+        if not isinstance(value.properties.dtype, torch.dtype) or not all(isinstance(n, int) for n in numbers):
+            raise TypeError(f"{key} with {value}")
 
 
 def check(folder: Path, prefix: str = "", share: int = 0, shares: int = 1) -> None:

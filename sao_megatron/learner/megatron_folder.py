@@ -71,9 +71,12 @@ class WholeModel:
         has a tensor that this model lacks, such as a head where config.json ties it: what is left out makes another
         model. One that is lacking there is found in reading."""
         known = {value.key for value in nested_values(self._state) if not isinstance(value, ShardedObject)}
-        strange = [key for key, value in integrity.read_metadata(folder).state_dict_metadata.items()
-                   if key.startswith(PREFIX) and isinstance(value, TensorStorageMetadata) and key not in known]
-        if strange:
+        tensors = {key: value for key, value in integrity.read_metadata(folder).state_dict_metadata.items()
+                   if key.startswith(PREFIX) and isinstance(value, TensorStorageMetadata)}
+        for key, value in tensors.items():
+            if not _is_made_up(value):
+                raise UserError(f"{folder}: the pieces of {key} do not make up the whole: its .metadata is damaged")
+        if strange := tensors.keys() - known:
             raise UserError(f"{folder} holds the tensor {min(strange)}, for which the model of config.json has no "
                             f"place: name the folder of the model that was trained (--model)")
         integrity.check(folder, PREFIX, share, shares)
@@ -174,6 +177,14 @@ class MegatronFolder:
 
     def verify_checksum(self, name: str) -> None:
         """See `has_checksums`."""
+
+
+def _is_made_up(tensor: TensorStorageMetadata) -> bool:
+    """Whether the pieces of a tensor lie in it and are as large as it; `read` sees where two lie over each other, since
+    something is lacking then."""
+    inside = all(0 <= start and start + size <= whole for piece in tensor.chunks
+                 for start, size, whole in zip(piece.offsets, piece.sizes, tensor.size, strict=False))
+    return inside and sum(math.prod(piece.sizes) for piece in tensor.chunks) == math.prod(tensor.size)
 
 
 def stored_dtype(folder: Path) -> torch.dtype:

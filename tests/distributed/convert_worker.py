@@ -80,11 +80,11 @@ def made_elsewhere(checkpoint: Path, folder: Path) -> None:
     (folder / "state.json").write_text(json.dumps({key: state[key] for key in ("format", "step")}))
 
 
-def misplace(folder: Path, key: str) -> None:
-    """In .metadata, say of a tensor's first piece that it belongs where the second does."""
+def misplace(folder: Path, key: str, lost: int = 0) -> None:
+    """In .metadata, say of a tensor's first piece that it belongs where the second does; leave out `lost` pieces."""
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     first, second, *rest = metadata.state_dict_metadata[key].chunks
-    metadata.state_dict_metadata[key].chunks = [replace(first, offsets=second.offsets), second, *rest]
+    metadata.state_dict_metadata[key].chunks = [replace(first, offsets=second.offsets), second, *rest][lost:]
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
@@ -166,6 +166,8 @@ def main(folder: Path) -> None:
     run("misplaced alone", "verify", "meg-placed")
     misplace(folder / "elsewhere", "policy.decoder.layers.self_attention.linear_qkv.weight")
     run("misplaced elsewhere", "verify", "single", "elsewhere")
+    misplace(folder / "elsewhere", "policy.decoder.layers.self_attention.linear_proj.weight", lost=1)
+    run("lost elsewhere", "verify", "single", "elsewhere")
     shutil.copytree(folder / "hf", folder / "hf-flipped")
     flip = next((folder / "hf-flipped").glob("model-00002*"))
     data = bytearray(flip.read_bytes())

@@ -233,6 +233,7 @@ def test_a_killed_process_leaves_nothing_in_the_folder(made, answers):
     ("misplaced", 2, ["meg-placed: its .metadata is damaged (checksum "]),
     ("misplaced alone", 2, ["meg-placed: its .metadata is damaged (checksum "]),
     ("misplaced elsewhere", 2, ["elsewhere: the checkpoint has no data for a part of model.layers.0.self_attn.q_proj"]),
+    ("lost elsewhere", 2, ["elsewhere: the pieces of policy.decoder.layers.self_attention.linear_proj.weight do not"]),
     ("no state", 2, ["no-state has no readable state.json"]),
     ("changed", 2, ["x5.partial holds the beginning of another conversion (", "files was"]),
     ("flipped back", 2, ["part-00003.distcp: the data of policy.", "are damaged"]),
