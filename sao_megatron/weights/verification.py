@@ -37,8 +37,8 @@ def check_own_loading(url: str, loader: str, folder: Path, own: Checksums, publi
     `tied`: the folder has no head of its own."""
     differing = [name for name in _differing(own, published) if not tied or not name.endswith(":lm_head.weight")]
     if differing:
-        raise RunError(f"engine {url} does not hold the weights of {folder} after their publication, as engine {loader} "
-                       f"did when it loaded them by itself: {_some(differing)} differ")
+        raise RunError(f"engine {url} does not hold the weights of {folder} after their publication, as engine "
+                       f"{loader} did when it loaded them by itself: {_some(differing)} differ")
 
 
 def check_agreement(urls: list[str], checksums: list[Checksums]) -> None:
