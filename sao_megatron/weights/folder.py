@@ -12,6 +12,7 @@ import re
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -118,17 +119,7 @@ class SafetensorsFolder:
         """Part `index` of the tensor `name`, of full shape `shape`; in its stored type, float8 as float32. Raises
         UserError if it is not what config.json asks for, or not finite."""
         place = self._place(name)
-        stored = self._stored_slice(place)
-        is_float8 = stored.get_dtype() == "F8_E4M3"
-        if stored.get_dtype() not in DTYPES and not is_float8:
-            raise UserError(f"{self.folder / place.file}: tensor {place.stored} has type {stored.get_dtype()}; weights "
-                            f"are read from {', '.join(DTYPES)} and from F8_E4M3 with scales")
-        if not is_float8 and place.stored + SCALE in self.file_of:
-            raise UserError(f"{self.folder / place.file}: tensor {place.stored} has type {stored.get_dtype()} and yet "
-                            f"block scales ({place.stored}{SCALE}): were they multiplied in? If so, remove them")
-        if (found := self.shape(name)) != tuple(shape):
-            raise UserError(f"{self.folder / place.file}: tensor {place.stored} has shape {self._shape(place)}, "
-                            f"config.json asks for {tuple(shape)}" + (f" for {name}" if place.stored != name else ""))
+        stored, found, is_float8 = self._expected(place, name, shape)
         index = [slice(*part.indices(size)) for part, size in zip(
             (*index, *[slice(None)] * (len(found) - len(index))), found, strict=True)]
         if place.half is not None:
@@ -143,6 +134,28 @@ class SafetensorsFolder:
             raise UserError(f"{self.folder / place.file}: tensor {place.stored} holds numbers that are not finite (NaN "
                             f"or infinite): copy this checkpoint again, or take another one")
         return tensor
+
+    def expect(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        """Raise UserError for a tensor that is not of its shape, or of a type that is no weight's. Reads no data."""
+        places = sorted(((self._place(name), name) for name in shapes), key=lambda found: (found[0].file, found[1]))
+        for place, name in places:  # file by file
+            self._expected(place, name, shapes[name])
+        self._open = None
+
+    def _expected(self, place: Place, name: str, shape: tuple[int, ...]) -> tuple[Any, tuple[int, ...], bool]:
+        """What lies at a place, its shape, and whether it is float8. Raises UserError if it cannot be `name`."""
+        stored = self._stored_slice(place)
+        is_float8 = stored.get_dtype() == "F8_E4M3"
+        if stored.get_dtype() not in DTYPES and not is_float8:
+            raise UserError(f"{self.folder / place.file}: tensor {place.stored} has type {stored.get_dtype()}; weights "
+                            f"are read from {', '.join(DTYPES)} and from F8_E4M3 with scales")
+        if not is_float8 and place.stored + SCALE in self.file_of:
+            raise UserError(f"{self.folder / place.file}: tensor {place.stored} has type {stored.get_dtype()} and yet "
+                            f"block scales ({place.stored}{SCALE}): were they multiplied in? If so, remove them")
+        if (found := self.shape(name)) != tuple(shape):
+            raise UserError(f"{self.folder / place.file}: tensor {place.stored} has shape {self._shape(place)}, "
+                            f"config.json asks for {tuple(shape)}" + (f" for {name}" if place.stored != name else ""))
+        return stored, found, is_float8
 
     def verify_checksum(self, name: str) -> None:
         """Compare the tensor with checksums.json, where the folder has one (ours do). Raises UserError."""

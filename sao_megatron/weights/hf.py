@@ -15,7 +15,7 @@ from torch import Tensor
 from sao_megatron.config import RunConfig
 from sao_megatron.errors import UserError
 from sao_megatron.files import write_whole
-from sao_megatron.weights import rope
+from sao_megatron.weights import rope, shapes
 from sao_megatron.weights.families import family_of
 from sao_megatron.weights.folder import CHECKSUMS, SafetensorsFolder, common_name, read_json
 from sao_megatron.weights.rules import EMBEDDINGS, HEAD
@@ -120,8 +120,9 @@ def _check_folder(folder: Path, with_mtp: bool) -> None:
 
 
 def check_tensors(tensors: SafetensorsFolder, hf_config: dict) -> None:
-    """Raise UserError for files that are damaged, for a tensor that the model of config.json lacks, for one that it has
-    no place for (left out without a word, it would make another model), or for a head that it ties away."""
+    """Raise UserError for files that are damaged, for a tensor that the model of config.json lacks or needs in another
+    shape, for one that it has no place for (left out without a word, it would make another model), or for a head that
+    it ties away."""
     family = family_of(hf_config)
     for name, file in sorted(tensors.check().items()):
         if not is_left_out(name, hf_config):
@@ -138,6 +139,8 @@ def check_tensors(tensors: SafetensorsFolder, hf_config: dict) -> None:
     if strange:
         more = f" (and {len(strange) - 1} more)" if len(strange) > 1 else ""
         raise UserError(f"{tensors.folder}: {ours} has no place for tensor {there[strange[0]]}{more}: {advice}")
+    shape_of = shapes.shape_of(hf_config)
+    tensors.expect({there[name]: shape_of(name) for name in wanted})
     if HEAD not in there or not hf_config["tie_word_embeddings"]:
         return
     shape = tensors.shape(EMBEDDINGS)

@@ -202,6 +202,7 @@ def measure(folder: Path, name: str, parallel) -> dict:
     hf_config = hf.read_config(folder / name)
     chunks = models.build(hf_config, parallel, torch.float32)
     shards = ShardMap(chunks, hf_config)
+    hf.check_tensors(hf.SafetensorsFolder(folder / name), hf_config)  # which knows every shape from config.json alone
     shards.load(hf.SafetensorsFolder(folder / name))
     saved = load_file(folder / name / "model.safetensors")
     kept, expected = same(saved, export(shards)), dict(np.load(folder / f"{name}.npz"))

@@ -19,6 +19,7 @@ from sao_megatron.weights.folder import SafetensorsFolder
 from sao_megatron.weights.hf import prepare_model
 from sao_megatron.weights.rules import Geometry, join
 from sao_megatron.weights.saving import finish, partial_of, write_files
+from sao_megatron.weights.shapes import shape_of
 from sao_megatron.weights.slices import fill
 
 GEOMETRY = Geometry(heads=8, kv_heads=4, head_dim=6)
@@ -364,10 +365,10 @@ def model(tmp_path) -> Path:
     return folder
 
 
-def store(folder: Path, name: str, **config) -> None:
+def store(folder: Path, name: str, dtype: torch.dtype = torch.float32, **config) -> None:
     """All tensors of the model and one of this name, in a file with an index, and a config.json."""
-    tensors = {name: torch.ones(32, 16) for name in FAMILIES["Qwen3MoeForCausalLM"].names(CONFIG)}
-    tensors[name] = torch.zeros(32, 16)
+    tensors = {name: torch.ones(shape_of(CONFIG)(name)) for name in FAMILIES["Qwen3MoeForCausalLM"].names(CONFIG)}
+    tensors[name] = torch.zeros(32, 16, dtype=dtype)
     save_file(tensors, folder / "model-1.safetensors")
     index(folder, dict.fromkeys(tensors, "model-1.safetensors"))
     (folder / "config.json").write_text(json.dumps(CONFIG | config))
@@ -390,6 +391,11 @@ def unnamed(folder: Path, name: str) -> None:
     (lambda folder: store(folder, "x"), ("no place for tensor x:",)),
     (lambda folder: store(folder, "x", num_experts=10**9), ("lacks, tensor model.layers.0.mlp.experts.4.", "more")),
     (lambda folder: store(folder, "lm_head.weight", num_hidden_layers=3), ("lacks, tensor model.layers.2.", "more")),
+    (lambda folder: store(folder, "model.norm.weight"), (
+        "model-1.safetensors: tensor model.norm.weight has shape (32, 16), config.json asks for (16,)",)),
+    (lambda folder: store(folder, "lm_head.weight", head_dim=8), (
+        "layers.0.self_attn.k_norm.weight has shape (6,), config.json asks for (8,)",)),
+    (lambda folder: store(folder, "lm_head.weight", torch.int8), ("tensor lm_head.weight has type I8",)),
     (lambda folder: store(folder, "w_scale_inv"), ("no place for tensor w_scale_inv",)),
     (lambda folder: store(folder, f"model.layers.{'9' * 5000}.x"), ("no place for tensor model.layers.999",)),
     (lambda folder: unnamed(folder, "model.layers.0.self_attn.q_proj.bias"), (
