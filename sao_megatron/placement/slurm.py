@@ -52,23 +52,32 @@ def assign(cluster: ClusterSection, found: list[list[Node]], bad: Mapping[str, s
     """
     heterogeneous = len(found) > 1
     good = [[node for node in nodes if node.name not in bad] for nodes in found]
-    head = found[0][0]
-    if head.name in bad:
-        raise UserError(f"{head.name}, the job's first node, failed the preflight: {bad[head.name]}; submit again with "
-                        f"--exclude={head.name}")
-    first = good[0]
+    head, first = found[0][0], good[0]
     learner, rest = first[:cluster.learner_nodes], first[cluster.learner_nodes:]
     pool = good[1] if heterogeneous else rest
     rollout = pool[:cluster.rollout_nodes]
     spares = [node for node in (rest if heterogeneous else []) + pool[cluster.rollout_nodes:]]
     missing = cluster.rollout_nodes - len(rollout)
     rollout, spares = rollout + spares[:missing], spares[max(0, missing):]
-    if len(learner) < cluster.learner_nodes or len(rollout) < cluster.rollout_nodes:
-        reasons = "".join(f"; {name} failed the preflight: {why}" for name, why in bad.items())
+    too_few = len(learner) < cluster.learner_nodes or len(rollout) < cluster.rollout_nodes
+    reasons = "".join(f"; {name} failed the preflight: {why}" for name, why in bad.items())
+    if (too_few or head.name in bad) and share_a_fault(found, bad):
+        raise UserError(f"{len(bad)} of the job's {sum(map(len, found))} nodes are bad, so it is not the nodes: look "
+                        f"at what they share (runs_dir, cluster.interface, the image), or give slow ones more "
+                        f"cluster.preflight_seconds{reasons}")
+    if head.name in bad:
+        raise UserError(f"{head.name}, the job's first node, failed the preflight: {bad[head.name]}; submit again with "
+                        f"--exclude={head.name}")
+    if too_few:
         raise UserError(f"the job has {sum(map(len, good))} good nodes, cluster.learner_nodes={cluster.learner_nodes} "
                         f"and cluster.rollout_nodes={cluster.rollout_nodes} need more{reasons}: ask for "
                         f"cluster.spare_nodes, or submit again with --exclude={','.join(bad) or '…'}")
     return Roles(learner, rollout, spares)
+
+
+def share_a_fault(found: list[list[Node]], bad: Mapping[str, str]) -> bool:
+    """Whether so many of the job's nodes are bad that it is hardly the nodes."""
+    return bool(bad) and 2 * len(bad) >= sum(map(len, found))
 
 
 class SlurmPlacement:
@@ -135,7 +144,7 @@ class SlurmPlacement:
             self.roles = assign(self.config.cluster, self.nodes, bad)
         except UserError:
             unwanted = os.environ.get("SAO_EXCLUDE")
-            if unwanted is None or 2 * len(bad) >= sum(map(len, self.nodes)):
+            if unwanted is None or share_a_fault(self.nodes, bad):
                 raise
             Path(unwanted).write_text("".join(f"{name}\n" for name in bad))
             reasons = "; ".join(f"{name} failed the preflight: {why}" for name, why in bad.items())

@@ -59,10 +59,13 @@ def test_nodes_are_dealt_out(components, spare, bad, learner, rollout, spares):
     assert (names(roles.learner), names(roles.rollout), names(roles.spares)) == (learner, rollout, spares)
 
 
-# If one fails, a job that cannot hold the run starts it all the same, or nobody learns which node to avoid.
+# If one fails, a job that cannot hold the run starts it all the same, nobody learns which node to avoid, or good nodes
+# are avoided for a fault that all have.
 @pytest.mark.parametrize(("count", "bad", "message"), [
     (3, [], "the job has 3 good nodes"), (4, ["n3"], "n3 failed the preflight: broken.*--exclude=n3"),
-    (5, ["n1"], "n1, the job's first node, failed the preflight: broken; submit again with --exclude=n1")])
+    (5, ["n1"], "n1, the job's first node, failed the preflight: broken; submit again with --exclude=n1"),
+    (4, ["n1", "n2", "n3", "n4"], "4 of the job's 4 nodes are bad, so it is not the nodes(?!.*--exclude)"),
+    (5, ["n2", "n3", "n5"], "3 of the job's 5 nodes are bad.*; n5 failed the preflight: broken(?!.*--exclude)")])
 def test_too_few_nodes(tmp_path, count, bad, message):
     config = run_config.parse({"name": "run", "task": {"name": "guess_number"}, "model": {"path": "m"}, **H100})
     with pytest.raises(UserError, match=message):
