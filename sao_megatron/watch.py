@@ -1,7 +1,9 @@
 """Starts the processes of a run and follows them to its end: shows steps, and starts again what died, if it may."""
 from __future__ import annotations
 
+import sqlite3
 import time
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -65,6 +67,14 @@ class Watch:
 
     def until_done(self) -> None:
         """Return when the learner ranks and the controller have ended well."""
+        try:
+            self._follow()
+        except Exception as cause:  # a Ctrl-C or a SIGTERM is none: it ends all at once
+            with suppress(RunError, sqlite3.Error):  # of a store that fails too
+                self._save_first(cause)
+            raise
+
+    def _follow(self) -> None:
         while not self._all_ended(self._revived(self._supervisor.poll())):
             self._show_steps()
             self._show_alarms()
@@ -115,20 +125,44 @@ class Watch:
                 or RunFolder(self._config.run_dir).paused_path.exists()):
             self._watchdog.rest()  # the learner may wait for engines, for the last evaluation, for a person
         elif self._watchdog.hangs():
-            self._start_again(self._watchdog.report(self._supervisor, sorted(self._learners)), self._learners, "hang")
+            report = self._watchdog.report(self._supervisor, sorted(self._learners))
+            self._watchdog = None  # of the next start; this learner will not save anything
+            self._start_again(report, self._learners, "hang")
 
     def _mind_the_time(self) -> None:
         """Once the supervisor was asked to end: have the learner save a checkpoint, and all end."""
         if not self._supervisor.asked_to_end:
             return
-        now = time.monotonic()
-        if self._end_by is None:
-            self._end_by = now + max(self._config.cluster.signal_seconds - HASTE_SECONDS, HASTE_SECONDS)
-            self._progress.note("time is nearly up: the learner saves a checkpoint after its step, then all end")
-            self._store.set_state("stop", True)
-        if now > self._end_by:
+        self._ask_to_end("time is nearly up: the learner saves a checkpoint after its step, then all end")
+        if time.monotonic() > self._end_by:
             raise Unfinished(f"the learner saved no checkpoint within the {self._config.cluster.signal_seconds} s "
                              "before the time limit (cluster.signal_seconds): the run goes on from an older one")
+
+    def _ask_to_end(self, note: str) -> None:
+        if self._end_by is None:
+            self._end_by = time.monotonic() + max(self._config.cluster.signal_seconds - HASTE_SECONDS, HASTE_SECONDS)
+            self._progress.note(note)
+            self._store.set_state("stop", True)
+
+    def _save_first(self, cause: Exception) -> None:
+        """Before the learner is ended for what is not its fault: have it save the steps that no checkpoint holds."""
+        while self._learner_lives() and self._unsaved():
+            self._ask_to_end(f"{str(cause).partition(chr(10))[0]}: the learner saves a checkpoint of its steps first")
+            if time.monotonic() > self._end_by:
+                self._progress.note("the learner saved no checkpoint in time: the run goes on from an older one")
+                return
+            time.sleep(POLL_SECONDS)
+
+    def _learner_lives(self) -> bool:
+        ended = self._supervisor.poll()
+        codes = [ended.get(name) for name in self._learners]
+        return self._watchdog is not None and None in codes and not any(codes)
+
+    def _unsaved(self) -> bool:
+        """Whether there is a step that no checkpoint holds and that one is to hold."""
+        latest = RunFolder(self._config.run_dir).checkpoints.latest()
+        saved = latest.step if latest else 0
+        return bool(self._config.checkpoint.every) and any(row.step >= saved for row in self._store.last_steps(1))
 
     def _all_ended(self, ended: dict[str, int]) -> bool:
         if failed := self._failed(ended):
@@ -171,7 +205,9 @@ class Watch:
         return any(url in reason for url in self._engines.urls.values() for reason in reasons)
 
     def _start_again(self, error: RunError, names: set[str], kind: Kind = "restart") -> None:
-        if self._end_by:
+        if self._learners <= names:
+            self._save_first(error)
+        if self._supervisor.asked_to_end:
             raise Unfinished(f"{str(error).splitlines()[0]}, while the run was to end before its time limit")
         if self._store.get_state(STOPPED):  # an alarm, which would ring again
             raise error
@@ -184,7 +220,8 @@ class Watch:
         self._progress.event(kind, which, f"{reason}; starting {which} again ({len(self._causes)} of restarts="
                              f"{self._config.restarts})\n{details}".rstrip())
         self._supervisor.end(names)
-        self._first_end = None
+        self._store.forget("stop")
+        self._first_end = self._end_by = None
         self._start(names)
 
     def _off_lost_nodes(self, names: set[str]) -> set[str]:

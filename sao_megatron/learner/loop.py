@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -144,9 +146,9 @@ class Learner:
 
     def _find_engines(self) -> list[str]:
         """The engines' URLs, for the publisher, which asks again and again while it waits for one: no hang, for that
-        has a deadline of its own."""
+        has a deadline of its own. None once told to end: the last one may be gone, and steps wait to be saved."""
         self.heart.beat(f"looking for engines at step {self.step}")
-        return self.folder.engine_urls()
+        return [] if self.store.get_state("stop") else self.folder.engine_urls()
 
     def _train(self) -> bool:
         """All steps. False if told to end before: then the steps so far are saved."""
@@ -156,6 +158,16 @@ class Learner:
                 self._save_before_the_end(step)
                 return False
         return True
+
+    @contextmanager
+    def _saving(self, steps: int) -> Iterator[None]:
+        """What engines or controller are to blame for, a RunError on every rank, takes no steps along."""
+        try:
+            yield
+        except RunError:
+            if steps > self.first_step:
+                self._save_before_the_end(steps)
+            raise
 
     def _save_before_the_end(self, steps: int) -> None:
         self.saver.finish()
@@ -167,7 +179,7 @@ class Learner:
     def _step(self, step: int) -> bool:
         """False, and nothing done, if told to end."""
         update_policy = step >= self.config.algorithm.critic_only_steps or not self.trainer.preset.has_critic
-        with self.clock.phase("wait"):
+        with self.clock.phase("wait"), self._saving(step):
             trajectories = self._lease(step)
         if trajectories is None:
             return False
@@ -226,7 +238,10 @@ class Learner:
         deadline = time.monotonic() + self.config.rollout.starvation_timeout
         while True:
             leased: list[Trajectory] | None = []
-            if self.is_head and self.folder.paused_path.exists():
+            failure: str | None = None
+            if self.is_head and self.store.get_state("stop"):
+                leased = None
+            elif self.is_head and self.folder.paused_path.exists():
                 log.info("paused until %s is deleted: %s", self.folder.paused_path,
                          self.folder.paused_path.read_text().strip())
                 deadline += PAUSE
@@ -235,9 +250,14 @@ class Learner:
                 deadline += LOOK
                 time.sleep(LOOK)
             elif self.is_head:
-                leased = self._poll(step, deadline)
-            message = [leased and [encode(replace(one, routing=None)) for one in leased]]
+                try:
+                    leased = self._poll(step, deadline)
+                except RunError as error:
+                    failure = str(error)
+            message = [leased and [encode(replace(one, routing=None)) for one in leased], failure]
             dist.broadcast_object_list(message, src=0)
+            if message[1]:
+                raise RunError(message[1])
             if message[0] is None:
                 return None
             self.heart.beat(f"wait of step {step}")
@@ -252,9 +272,7 @@ class Learner:
         if not (section.pinned and section.every and self.publisher and section.count):
             return False
         due = 0 < self.updates < self.config.steps and self.updates % section.every == 0
-        if not due or self.store.get_state("stop"):
-            return False
-        return sum(row.name == within(self.updates) for row in self.store.evaluations()) < section.count
+        return due and sum(row.name == within(self.updates) for row in self.store.evaluations()) < section.count
 
     def _poll(self, step: int, deadline: float, seconds: float = 10.0) -> list[Trajectory] | None:
         """Up to `seconds` of waiting for a full batch; [] if there is none yet, None if the store says to stop."""
@@ -283,7 +301,10 @@ class Learner:
 
     def _publish(self, steps: int, verify: bool = False) -> None:
         """`steps`: learner steps that the weights include; `verify`: whether or not it is time to."""
-        seconds = self.publisher.publish(self.version)
+        with self._saving(steps):
+            seconds = self.publisher.publish(self.version)
+        if seconds is None:
+            return
         every = self.config.publication.verify_every
         if every and (verify or self.updates % every == 0):
             difference = self.publisher.verify(self.version, self.trainer.score)

@@ -44,9 +44,10 @@ class Publisher:
     def __init__(self, shards: ShardMap, find_engines: Callable[[], list[str]], engine_tp: int, vocab_size: int,
                  section: PublicationSection, backend: str, start_timeout: float, folder: Path, model_dir: Path,
                  unchanged: bool = False):
-        """`find_engines` lists the engines' URLs, anew at every publication. `start_timeout`: seconds that the first
-        publication waits for all of them, later ones for any. `folder` and `model_dir`: see disk.Disk. `unchanged`: the
-        first weights are those in `model_dir`, so that an engine that loads them by itself can be compared."""
+        """`find_engines` lists the engines' URLs, anew at every look for them; [] gives a publication up.
+        `start_timeout`: seconds that the first one waits for all of them, later ones for any. `folder` and
+        `model_dir`: see disk.Disk. `unchanged`: the first weights are those in `model_dir`, so that an engine that
+        loads them by itself can be compared."""
         self.section, self.vocab_size, self.start_timeout = section, vocab_size, start_timeout
         self.find_engines, self.is_head = find_engines, dist.get_rank() == 0
         self.transport = (Disk(_WithHead(shards), folder, model_dir) if section.via == "disk"
@@ -67,15 +68,18 @@ class Publisher:
 
     # Publishing
 
-    def publish(self, version: int) -> float:
-        """Send all weights as `version` to the engines that do not serve it yet; returns seconds.
+    def publish(self, version: int) -> float | None:
+        """Send all weights as `version` to the engines that do not serve it yet; returns seconds, None if given up.
 
         Repeated with the same version it serves engines that came (back) since. Engines that die meanwhile are left
         out. Raises RunError naming an engine that failed and lives, or if none is left.
         """
         begin, error = time.monotonic(), None
         for _ in range(ATTEMPTS):
-            urls, new = self._from_head(lambda: self._choose(version))
+            chosen = self._from_head(lambda: self._choose(version))
+            if chosen is None:
+                return None
+            urls, new = chosen
             if not urls:
                 return 0.0
             repeated = error is not None
@@ -88,11 +92,13 @@ class Publisher:
             self._from_head(lambda: self._expect_a_death(error))  # noqa: B023
         raise RunError(f"version {version} could not be published in {ATTEMPTS} tries; the last: {error}")
 
-    def _choose(self, version: int) -> tuple[list[str], list[str]]:
-        """On rank 0: the living engines that need `version`, and those of them that are new to this learner."""
+    def _choose(self, version: int) -> tuple[list[str], list[str]] | None:
+        """On rank 0: the living engines that need `version`, and those of them that are new to this learner; None to
+        give up."""
         deadline = time.monotonic() + self.start_timeout
         while True:
-            urls = self.find_engines()
+            if not (urls := self.find_engines()):
+                return None
             self._engines.use(urls)
             states = dict(zip(urls, self._engines.run(lambda client, _: _state(client)), strict=True))
             living = [url for url in urls if states[url] is not None]
@@ -110,10 +116,13 @@ class Publisher:
         return [url for url in living if version != self._published or url in new], new
 
     def _expect_a_death(self, error: str) -> None:
-        """On rank 0, after a failed publication: return once an engine is seen to have died; RunError if all live."""
-        self._engines.use(self.find_engines())
+        """On rank 0, after a failed publication: return once an engine is seen to have died, or to give up; RunError if
+        all live."""
         deadline = time.monotonic() + DYING_SECONDS
-        while all(self._engines.run(lambda client, _: client.healthy())):
+        while urls := self.find_engines():
+            self._engines.use(urls)
+            if not all(self._engines.run(lambda client, _: client.healthy())):
+                break
             if time.monotonic() > deadline:
                 raise RunError(error)
             time.sleep(LOOK_SECONDS)

@@ -2,11 +2,12 @@
 nothing may come back."""
 from __future__ import annotations
 
+import signal
 from contextlib import suppress
 
 import psutil
 from real_run import END_SECONDS, START_SECONDS, Run, stored
-from test_killed import ENDLESS, check_blamed, check_store
+from test_killed import ENDLESS, check_blamed, check_store, pick
 
 from sao_megatron.trajectory.store import Store
 
@@ -52,6 +53,27 @@ def test_engines_die_and_come_back(start_run):
     check_blamed(run, last, "Subprocess scheduler_0")
     check_store(run, appended)
     check_routing(run)
+
+
+# If this fails, a learner that looks for the engine it has just lost, for the only one there is, is not told that the
+# run ends, and its steps are lost with it.
+def test_the_learner_saves_when_the_last_engine_is_lost(start_run):
+    run = start_run("last", *ENDLESS, "checkpoint.every=100000")
+    run.until(lambda: run.steps() >= 3, "three steps")
+    log, learner = run.folder.log_dir / "learner-0.log", pick(run, "sao_megatron.cli learner", "RANK=0")
+
+    def looks_for_engines() -> bool:
+        learner.send_signal(signal.SIGUSR2)  # it writes where it is
+        return log.read_text().count(" in _choose") >= 3  # else it may be on its way through
+
+    run.process.send_signal(signal.SIGSTOP)  # so that the learner is the first to notice
+    kill_scheduler(run, 0)
+    run.until(looks_for_engines, "the learner to look for engines")
+    steps = run.steps()
+    run.process.send_signal(signal.SIGCONT)
+    assert run.wait(END_SECONDS) == 1
+    check_blamed(run, "engine-0", "Subprocess scheduler_0")
+    assert run.steps() == steps == run.folder.checkpoints.latest().step
 
 
 def check_routing(run: Run) -> None:

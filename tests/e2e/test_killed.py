@@ -1,10 +1,11 @@
 """kill -9 of a process that may not be started again: the run ends, says why, loses no finished trajectory."""
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import psutil
-from real_run import BATCH, END_SECONDS, Run, query, stored
+from real_run import BATCH, END_SECONDS, START_SECONDS, Run, query, stored
 
 from sao_megatron.rollout.tasks.guess_number import BOS, EOT, HIGHER, LOWER
 from sao_megatron.trajectory.store import Store
@@ -69,3 +70,13 @@ def test_killed_learner_ends_a_run_of_agents_at_the_gateway(start_run):
         hints = [token for token in observed if token != EOT]  # which closes a turn that was cut off
         assert first == BOS and set(hints) <= {HIGHER, LOWER} and trajectory.segments.tolist() == [0]
         assert len(hints) + 1 == trajectory.info["turns"] == trajectory.turns.max() + 1
+
+
+# If this fails, steps are lost with a controller that brings nothing any more, since the learner gives up without them.
+def test_a_learner_without_trajectories_saves_its_steps(start_run):
+    run = start_run("starved", *ENDLESS, "checkpoint.every=100000", "rollout.starvation_timeout=20")
+    run.until(lambda: run.steps() >= 2, "two steps")
+    pick(run, "sao_megatron.cli controller").send_signal(signal.SIGSTOP)
+    assert run.wait(START_SECONDS) == 1
+    assert "no batch of 16 trajectories became ready within rollout.starvation_timeout=20 s" in run.err
+    assert run.folder.checkpoints.latest().step == run.steps() >= 2

@@ -71,3 +71,15 @@ def test_a_night(job: Job):
     job.until(lambda: len(job.events("start")) == 3, "the job to start again")
     assert job.events("start")[2].step == job.run.checkpoints.latest().step
     job.check_store()
+
+
+# If this fails, a job that has lost the node of its only engine goes back into the queue without the steps that its
+# learner, which lives, has made since the newest checkpoint.
+def test_the_learner_saves_when_the_last_engine_is_lost(job: Job):
+    job.submit("--nodes=3", "--mem=0", "--exclusive", overrides=[
+        *TWO_RANKS, "steps=100000", "checkpoint.every=100000"])
+    job.until(lambda: job.steps() >= 3, "three steps")
+    job.cluster.set_down("node3")
+    job.until(lambda: len(job.events("start")) == 2, "the job to start again")
+    assert "node3 is down, where the last engine (engine-0) ran" in job.events("requeue")[0].why
+    assert job.events("start")[1].step == job.steps() >= 3

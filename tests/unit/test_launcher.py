@@ -12,6 +12,7 @@ from sao_megatron import watch as watches
 from sao_megatron.engine.process import engine_command, free_port
 from sao_megatron.errors import RunError, Unfinished, UserError
 from sao_megatron.placement.plan import OneMachine, Plan
+from sao_megatron.run_folder import RunFolder
 from sao_megatron.sandbox_watch import MOST_RESTARTS
 from sao_megatron.supervisor import Supervisor
 from sao_megatron.telemetry.progress import Progress
@@ -44,10 +45,10 @@ while not store.get_state("finished", False):
 """
 
 
-def follow(config, tmp_path: Path, plan: Plan) -> None:
+def follow(config, tmp_path: Path, plan: Plan, machine: type[OneMachine] = OneMachine) -> None:
     """Start what is planned, over the store at tmp_path / store.sqlite, and watch it to its end."""
     with Store(tmp_path / "store.sqlite") as store, Supervisor(tmp_path / "logs") as supervisor:
-        watching = Watch(config, OneMachine(plan, tmp_path / "logs"), store, supervisor, Progress(2))
+        watching = Watch(config, machine(plan, tmp_path / "logs"), store, supervisor, Progress(2))
         watching.start()
         watching.until_done()
 
@@ -257,3 +258,92 @@ def test_watch_ends_early_when_asked(config, tmp_path, descendants):
     with pytest.raises(Unfinished, match="with a checkpoint"):
         watch(config, tmp_path, STOPS, STOPS)
     assert not alive(descendants())
+
+
+LEARNS = """
+import sys, time
+from pathlib import Path
+from sao_megatron.trajectory.store import Store
+store, saved = Store(sys.argv[1]), Path(sys.argv[2])
+if saved.exists():
+    if store.get_state("stop"):
+        raise SystemExit("told to end at once")
+    store.set_state("finished", True)
+    raise SystemExit(0)
+for step in range(3):
+    store.mark_trained(step, step + 1, [], {}, "learner")
+while not store.get_state("stop"):
+    time.sleep(0.05)
+if sys.argv[3] == "saves":
+    time.sleep(0.3)
+    saved.mkdir(parents=True)
+else:
+    time.sleep(600)
+"""
+AFTER_THREE = """
+import os, signal, sys, time
+from sao_megatron.trajectory.store import Store
+store = Store(sys.argv[1])
+while len(store.steps()) < 3:
+    time.sleep(0.05)
+"""
+TERM = "\nos.kill(os.getppid(), signal.SIGTERM); time.sleep(600)"
+
+
+class LosingNodes(OneMachine):
+    """Whose engines' nodes are down as soon as the engines have ended."""
+
+    def lost(self, name: str) -> str | None:
+        return "node7" if name.startswith("engine") else None
+
+
+def lose(config, tmp_path: Path, learner: str = "saves", controller: str = SLEEP, engine: str = SLEEP,
+         machine: type[OneMachine] = OneMachine) -> Path:
+    """Watch a learner of three steps, and what ends it; returns where its checkpoint is to be."""
+    path, saved = tmp_path / "store.sqlite", RunFolder(config.run_dir).checkpoints.path / "step-00000003"
+    plan = Plan([python("engine-0", engine, path)], python("controller", controller, path),
+                [python("learner-0", LEARNS, path, saved, learner)], ["http://127.0.0.1:9"])
+    follow(config, tmp_path, plan, machine)
+    return saved
+
+
+# If one fails, a run that ends for a fault that is not the learner's loses the steps since the newest checkpoint.
+@pytest.mark.parametrize(("fault", "error"), [
+    ({"controller": AFTER_THREE + "sys.exit('no sandbox')"}, "controller ended unexpectedly with exit code 1: no san"),
+    ({"engine": AFTER_THREE + "sys.exit('no memory')"}, "engine-0 ended unexpectedly with exit code 1: no memory"),
+    ({"engine": AFTER_THREE, "machine": LosingNodes}, r"node7 is down, where the last engine \(engine-0\) ran"),
+])
+def test_the_learner_saves_before_the_end(config, tmp_path, fault, error, descendants, capsys):
+    with pytest.raises((RunError, Unfinished), match=error):
+        lose(config, tmp_path, **fault)
+    assert [checkpoint.step for checkpoint in RunFolder(config.run_dir).checkpoints.complete()] == [3]
+    assert "the learner saves a checkpoint of its steps first" in capsys.readouterr().out
+    assert not alive(descendants())
+
+
+# If this fails, a learner that cannot save any more keeps a job that has lost a node from going back into the queue.
+def test_the_end_does_not_wait_for_ever(config, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(watches, "HASTE_SECONDS", 0.5)
+    config.cluster.signal_seconds = 1
+    with pytest.raises(Unfinished, match="node7 is down"):
+        lose(config, tmp_path, learner="does not", engine=AFTER_THREE, machine=LosingNodes)
+    assert "the learner saved no checkpoint in time" in capsys.readouterr().out
+
+
+# If one fails, a Ctrl-C, or a run that keeps no checkpoints, waits for a checkpoint.
+@pytest.mark.parametrize(("every", "end", "error"), [(50, TERM, SystemExit), (0, "sys.exit(1)", RunError)])
+def test_nobody_waits_for_a_checkpoint_that_is_not_wanted(config, tmp_path, every, end, error):
+    config.checkpoint.every = every
+    with pytest.raises(error):
+        lose(config, tmp_path, controller=AFTER_THREE + end)
+    with Store(tmp_path / "store.sqlite") as store:
+        assert store.get_state("stop") is None and len(store.steps()) == 3
+
+
+# If this fails, everything starts again without the steps of a learner that was well, or as if it were to end at once.
+def test_the_learner_saves_before_it_starts_again(config, tmp_path, capsys):
+    config.restarts, config.engine.start_timeout = 1, 60
+    once = AFTER_THREE + "from pathlib import Path\nif not Path(sys.argv[1] + '.tried').exists():\n" \
+        "    Path(sys.argv[1] + '.tried').touch()\n    sys.exit('no memory')\ntime.sleep(600)"
+    assert lose(config, tmp_path, engine=once, controller=FOLLOW).exists()
+    assert "; starting controller, engine-0, learner-0 again (1 of restarts=1)" in capsys.readouterr().out
