@@ -31,13 +31,20 @@ def model_directory(folder: Path) -> Path:
 
 
 def of(folder: Path, model_dir: Path | None = None) -> dict:
-    """The config of the checkpoint `folder`, read from `model_dir` (default: see `model_directory`) and checked. Raises
-    UserError, also where state.json says that the checkpoint's model computes something else."""
+    """The config of the checkpoint `folder`, read from `model_dir` and checked; without `model_dir` the one that lies
+    in it, or that its state.json holds, wherever the checkpoint was copied to. Raises UserError, also where state.json
+    says that the checkpoint's model computes something else."""
+    state = read_state(folder)
+    if model_dir is None and not (folder / "config.json").is_file() and "hf_config" in state:
+        with _naming(folder / STATE):
+            config = hf.canonical(state["hf_config"])
+            family_of(config)
+        return config
     path = (model_dir or model_directory(folder)) / "config.json"
     with _naming(path):
         config = hf.read_config(path.parent)
         family_of(config)
-    match read_state(folder):
+    match state:
         case {"hf_config": dict(trained)}:
             with _naming(folder / STATE):
                 other = differences(hf.canonical(trained), config)

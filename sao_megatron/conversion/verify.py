@@ -8,6 +8,7 @@ import torch
 from sao_megatron.conversion import config_json
 from sao_megatron.conversion.job import share
 from sao_megatron.errors import UserError
+from sao_megatron.learner import integrity
 from sao_megatron.learner.megatron_folder import MegatronFolder
 from sao_megatron.weights import hf
 from sao_megatron.weights.folder import SafetensorsFolder, common_name
@@ -53,6 +54,8 @@ def verify(first: Path, second: Path | None = None) -> int:
 def _verify_one(folder: Path, source) -> int:
     faults = 0
     names = source.names()
+    if isinstance(source, MegatronFolder):
+        integrity.check(folder, "", *share())  # critic and optimizers too
     for name in names:
         try:
             source.verify_checksum(name)
@@ -88,6 +91,8 @@ def _say(count: int, text: str) -> None:
 
 
 def _open(folder: Path) -> SafetensorsFolder | MegatronFolder:
+    if not folder.is_dir():
+        raise UserError(f"{folder} does not exist, or is no folder")
     if (folder / ".metadata").is_file():
         return MegatronFolder(folder, config_json.of(folder), *share())
     source = SafetensorsFolder(folder)

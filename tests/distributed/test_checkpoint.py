@@ -2,13 +2,19 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from reference import hf_logprobs, make_model, make_trajectories
 
+ROOT = Path(__file__).parents[2]
 TP2_EP2, DP2_EP2, DP2, TP2, PP2 = dict(tp=2, ep=2), dict(ep=2), {}, dict(tp=2, etp=2), dict(pp=2)
 VPP2 = dict(pp=2, vpp=2)
 SAO, DPO = dict(preset="sao"), dict(preset="online_dpo")
@@ -36,7 +42,7 @@ def results(tmp_path_factory, run_ranks):
         trajectory.rollout_logprobs[trajectory.action_mask] = np.minimum(own - rng.normal(0.0, 0.6, len(own)), -1e-3)
     (folder / "data.pkl").write_bytes(pickle.dumps({"batches": [trajectories[:8], trajectories[8:]]}))
     run_ranks("checkpoint_worker.py", 2, str(folder), json.dumps(CASES))
-    return pickle.loads((folder / "results-2.pkl").read_bytes())
+    return pickle.loads((folder / "results-2.pkl").read_bytes()) | {"folder": folder}
 
 
 def largest_difference(a: dict, b: dict, part: str) -> float:
@@ -81,6 +87,27 @@ def test_a_flipped_bit_is_found(results):
 # If this fails, a run goes on in silence with weights that compute something else than they did.
 def test_another_config_json_is_refused(results):
     assert "is of another model than model.path now holds (rope_theta is " in results["sao"]["another model"]
+
+
+# If this fails, a checkpoint that was copied to another place cannot be looked at there, or only its policy is.
+def test_verify_reads_all_of_a_checkpoint_anywhere(results, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(results["folder"] / "no ep" / "step-00000002", folder)
+
+    def verify():
+        done = subprocess.run([sys.executable, str(ROOT / "tools" / "convert.py"), "verify", str(folder)], text=True,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                              env=os.environ | {"PYTHONPATH": str(ROOT)})
+        return done.returncode, done.stdout
+    code, said = verify()
+    assert code == 0 and " 0 damaged" in said, said
+    items = pickle.loads((folder / ".metadata").read_bytes()).storage_data.items()
+    info = max((info for index, info in items if index.fqn.startswith("critic_optimizer.")), key=lambda i: i.length)
+    data = bytearray((folder / info.relative_path).read_bytes())
+    data[info.offset + info.length // 2] ^= 8
+    (folder / info.relative_path).write_bytes(data)
+    code, said = verify()
+    assert code == 2 and "the data of critic_optimizer." in said and "are damaged" in said, said
 
 
 # If this fails, a writer that was killed, or whose disk was full, leaves a checkpoint that looks complete, or files

@@ -45,6 +45,8 @@ def test_minimal_recipe(recipe):
     ("model.fresh={vocab_size: 8}", ["model", "exactly one of `path`", "`fresh`"]),
     ("model.path=null", ["model", "exactly one of `path`", "`fresh`"]),
     ("batch=7", ["batch", "BatchSection", "7"]),
+    ("parallel.vpp=true", ["parallel.vpp", "true is no number"]),
+    ("policy_optimizer.lr=true", ["policy_optimizer.lr", "true is no number"]),
 ])
 def test_refusals(recipe, override, parts):
     message = refusal(recipe, override)
