@@ -92,7 +92,7 @@ def test_another_config_json_is_refused(results):
 # If this fails, a checkpoint that was copied to another place cannot be looked at there, or only its policy is.
 def test_verify_reads_all_of_a_checkpoint_anywhere(results, tmp_path):
     folder = tmp_path / "copy"
-    shutil.copytree(results["folder"] / "no ep" / "step-00000002", folder)
+    shutil.copytree(results["folder"] / "vpp" / "step-00000002", folder)
 
     def verify():
         done = subprocess.run([sys.executable, str(ROOT / "tools" / "convert.py"), "verify", str(folder)], text=True,
