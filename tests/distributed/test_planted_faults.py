@@ -27,12 +27,18 @@ def test_a_healthy_run_of_300_steps_raises_none(rung):
     assert (rung["healthy"], rung["healthy at lag 0"]) == ([], [])
 
 
-@pytest.mark.parametrize("fault, alarm", [
-    ("dropout", "engine_mismatch"), ("stale_engine", "engine_mismatch"), ("renamed_expert", "engine_mismatch"),
-    ("temperature", "temperature_differs"), ("shuffled", "logprobs_misplaced")])
+@pytest.mark.parametrize("fault, alarm", [("temperature", "temperature_differs"), ("shuffled", "logprobs_misplaced")])
 def test_a_planted_fault_raises_its_alarm_first(rung, fault, alarm):
     """If this fails, a night is spent on a run that could not learn."""
     assert rung[fault][:1] == [alarm], rung[fault]
+
+
+@pytest.mark.parametrize("fault", ["dropout", "stale_engine", "renamed_expert"])
+def test_an_engine_with_another_model_is_noticed(rung, fault):
+    """If this fails, a night is spent on samples of other weights. On some machines' random weights the difference grows
+    with the log-prob, as another temperature's would: then that alarm rings too."""
+    assert "engine_mismatch" in rung[fault], rung[fault]
+    assert rung[fault][0] in ("engine_mismatch", "temperature_differs"), rung[fault]
 
 
 def test_a_learning_rate_30_times_too_high_is_noticed(rung):

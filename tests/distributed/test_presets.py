@@ -27,8 +27,12 @@ def results(tmp_path_factory, run_worlds):
         trajectory.prompt_id = f"p{index % 5}"
         with torch.no_grad():
             own = hf_logprobs(model, trajectory).numpy()
-        # So near that FlashREINFORCE trusts some trajectories, and on both sides of GSPO's narrow band.
-        trajectory.rollout_logprobs[trajectory.action_mask] = np.minimum(own - rng.normal(0.0, 0.6, len(own)), -1e-3)
+        # So near that FlashREINFORCE trusts some trajectories, and on both sides of GSPO's narrow band; a few tokens
+        # beyond every gate's bound, whichever numbers this machine's torch draws for the model.
+        log_ratio = rng.normal(0.0, 0.6, len(own))
+        if index % 4 == 0:
+            log_ratio[0] = 2.5
+        trajectory.rollout_logprobs[trajectory.action_mask] = np.minimum(own - log_ratio, -1e-3)
     (folder / "trajectories.pkl").write_bytes(pickle.dumps(trajectories))
     return run_worlds("preset_worker.py", folder, LAYOUTS, json.dumps(ALGORITHMS))
 
