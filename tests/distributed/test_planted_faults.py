@@ -35,8 +35,8 @@ def test_a_planted_fault_raises_its_alarm_first(rung, fault, alarm):
 
 @pytest.mark.parametrize("fault", ["dropout", "stale_engine", "renamed_expert"])
 def test_an_engine_with_another_model_is_noticed(rung, fault):
-    """If this fails, a night is spent on samples of other weights. On some machines' random weights the difference grows
-    with the log-prob, as another temperature's would: then that alarm rings too."""
+    """If this fails, a night is spent on samples of other weights. With some random weights the difference grows with
+    the log-prob, as another temperature's would: then that alarm rings too."""
     assert "engine_mismatch" in rung[fault], rung[fault]
     assert rung[fault][0] in ("engine_mismatch", "temperature_differs"), rung[fault]
 
