@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,15 +37,22 @@ def load(folder) -> dict:
     return state
 
 
+def with_a_flipped_bit(path: Path, every: int) -> Iterator[None]:
+    """The file with one bit flipped, in each `every`-th byte in turn."""
+    whole = path.read_bytes()
+    for position in range(0, len(whole), every):
+        damaged = bytearray(whole)
+        damaged[position] ^= 1 << position % 8
+        path.write_bytes(damaged)
+        yield
+
+
 def test_flipped_bits(folder):
     """If this fails, a flipped bit becomes a weight, and nobody notices; or a sound checkpoint is refused."""
     integrity.check(folder)
     path, = folder.glob("*.distcp")
-    whole, right, found = path.read_bytes(), load(folder), 0
-    for position in range(0, len(whole), 17):
-        damaged = bytearray(whole)
-        damaged[position] ^= 1 << position % 8
-        path.write_bytes(damaged)
+    right, found = load(folder), 0
+    for _ in with_a_flipped_bit(path, 17):
         try:
             integrity.check(folder)
         except UserError as error:
@@ -65,19 +74,15 @@ def test_flipped_bits_of_the_metadata(folder, known):
     if known:
         write_state(folder, {"metadata": integrity.metadata_checksum(folder)})
         integrity.check(folder)
-    path = folder / ".metadata"
-    whole, found = path.read_bytes(), 0
-    positions = range(0, len(whole), 1 if known else 37)
-    for position in positions:
-        damaged = bytearray(whole)
-        damaged[position] ^= 1 << position % 8
-        path.write_bytes(damaged)
+    found = tried = 0
+    for _ in with_a_flipped_bit(folder / ".metadata", 1 if known else 37):
+        tried += 1
         try:
             integrity.check(folder)
         except UserError as error:
             found += 1
             assert "its .metadata is damaged (checksum" in str(error) or not known
-    assert found == len(positions) if known else found > 5
+    assert found == tried if known else found > 5
 
 
 def test_a_share_and_a_part(folder):
